@@ -1,0 +1,109 @@
+"""What the passes hand to the driver: block classes, their instances, and each class as two functions with a footprint."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from torch import Tensor, fx
+
+from partitioner.passes.graph import InputKind, OutputKind
+
+
+@dataclass(frozen=True)
+class Port:
+    """Where a block argument comes from: a graph input (see graph.Input), or kind "value": what another block wrote."""
+
+    kind: InputKind | str  # InputKind or "value"
+    name: str
+
+
+@dataclass(frozen=True)
+class BlockClass:
+    """Equal blocks: one module, run by many instances.
+
+    `module`'s placeholders are the reads in order and its output is the flat tuple of the writes. `wants[i]` tells whether read i
+    gets a gradient, `tangents` lists the indices of the writes through which a gradient comes back. `scalars` maps the index of a read
+    of kind "scalar" to its name (rows, start, key_local, key_shared, share).
+    """
+
+    name: str
+    module: fx.GraphModule
+    wants: tuple[bool, ...]
+    tangents: tuple[int, ...]
+    scalars: dict[int, str]
+
+
+@dataclass(frozen=True)
+class Block:
+    """One instance: `label` is where it comes from in the user's module tree ("model.layers.3")."""
+
+    index: int
+    cls: str
+    label: str
+    reads: tuple[Port, ...]
+    writes: tuple[str, ...]  # value names, unique in the whole graph
+
+
+@dataclass(frozen=True)
+class Blocks:
+    """The whole forward as a chain of blocks. `results[i]` is the value name (or graph input name) of Graph.outputs[i]."""
+
+    blocks: tuple[Block, ...]
+    classes: dict[str, BlockClass]
+    results: tuple[Port, ...]
+
+
+@dataclass(frozen=True)
+class Bytes:
+    """fixed + per_row * rows bytes."""
+
+    fixed: int
+    per_row: int = 0
+
+    def at(self, rows: int) -> int:
+        return self.fixed + self.per_row * rows
+
+
+@dataclass(frozen=True)
+class Footprint:
+    """What a function does to memory, at storage level, so that a simulator can replay it to the byte.
+
+    Storages 0 … arguments-1 are the arguments' (a scalar argument has one that is never used). `events` in order:
+    ("make", s, Bytes) allocates own storage s; ("drop", s, None) gives up the function's last reference to s, own or argument.
+    `results[i]` is the storage that the i-th returned tensor lies in, held by the caller from then on.
+    """
+
+    arguments: int
+    events: tuple[tuple[str, int, Bytes | None], ...]
+    results: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Saved:
+    """One argument of backward: kind "read" is the index-th read of the block, "own" the index-th extra result of forward."""
+
+    kind: str
+    index: int
+
+
+@dataclass(frozen=True)
+class BlockFunction:
+    """A block class, differentiated and split for one chosen saved set.
+
+    forward(arguments) takes the reads in a list that it empties and returns (writes…, own saved…).
+    backward(arguments) takes [saved…, tangents…] in a list that it empties and returns the gradients of `gradients` (indices of reads).
+    A saved "read" of kind parameter is fetched again by the caller, never kept by forward. Scalars that backward needs are saved reads.
+    Returned gradients own their storage (no two alias, none aliases an argument). `backward` is None where nothing needs a gradient.
+    `source` is both functions as Python text; the callables are made from that text and nothing else.
+    """
+
+    name: str
+    source: str
+    forward: Callable[[list[object]], tuple[Tensor, ...]]
+    backward: Callable[[list[object]], tuple[Tensor, ...]] | None
+    writes: int
+    saved: tuple[Saved, ...]
+    tangents: tuple[int, ...]
+    gradients: tuple[int, ...]
+    forward_footprint: Footprint
+    backward_footprint: Footprint | None
+    metadata: dict[str, object] = field(default_factory=dict)

@@ -1,0 +1,157 @@
+"""The rank program: what is priced, simulated, drawn and run. Text both ways, one instruction a line.
+
+    REFRESH unit 2 on gather bytes 4096            all-gather what optimizer.step changed in a zero1/zero2 unit into its whole buffer
+    GATHER unit 3 on gather bytes 8192             all-gather a zero3 unit's parameters
+    FREE unit 3 on compute bytes 8192              drop the gathered parameters
+    PROLOGUE block 0 on compute                    run a prologue block on this rank's whole share of the batch
+    FORWARD block 3 mb 1 on compute drops v4 v7    run a block on a micro-batch; the named values are given up to it
+    DROP values v4 mb 1 on compute                 forget values that no later instruction reads
+    BACKWARD block 3 mb 1 on compute
+    REDUCE unit 3 mb 1 on reduce bytes 8192        sum the unit's gradients over the axis (zero2/zero3: once a micro-batch, else mb is absent)
+    LOSS on reduce bytes 4                         sum the loss over micro-batches and ranks
+    COMMIT on compute                              put the new buffer values in place, once a step
+    OUTPUT on gather bytes 640                     gather the leaves of the output by their placements (forward programs)
+
+Communication is issued where its instruction stands and awaited by the first consumer: prefetch, buckets and overlap are the order of this list.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from torch import Tensor
+
+Stream = Literal["compute", "gather", "reduce", "send", "copy"]
+Shard = Literal["none", "zero1", "zero2", "zero3"]
+OPS = ("REFRESH", "GATHER", "FREE", "PROLOGUE", "FORWARD", "DROP", "BACKWARD", "REDUCE", "LOSS", "COMMIT", "OUTPUT")
+
+
+@dataclass(frozen=True)
+class Instruction:
+    """One line of a program. Absent numbers are None; `seconds` is the price, not part of the text."""
+
+    op: str
+    block: int | None = None
+    unit: int | None = None
+    mb: int | None = None
+    stream: Stream = "compute"
+    bytes: int = 0
+    drops: tuple[str, ...] = ()
+    seconds: float = field(default=0.0, compare=False)
+
+
+@dataclass(frozen=True)
+class Ref:
+    """A block argument. kind: parameter, buffer, constant, input, prologue, scalar (as in passes) or value (another block's write)."""
+
+    kind: str
+    name: str
+
+
+@dataclass(frozen=True)
+class Slice:
+    """How this rank and micro-batch cut an input or output leaf: dim None means whole. Local size of dim is outer * rows * inner."""
+
+    name: str
+    dim: int | None = None
+    outer: int = 1
+    inner: int = 1
+
+
+@dataclass(frozen=True)
+class Event:
+    """A footprint step: make (bytes at these rows) or drop of a storage of a function."""
+
+    make: bool
+    storage: int
+    fixed: int = 0
+    per_row: int = 0
+
+
+@dataclass(frozen=True)
+class Replay:
+    """What a function does to memory: storages 0 … arguments-1 are its arguments', the rest its own; results name storages."""
+
+    arguments: int
+    events: tuple[Event, ...]
+    results: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Function:
+    """A block class as the executor sees it; fields as in passes.block.BlockFunction (saved: ("read" | "own", index))."""
+
+    name: str
+    source: str
+    forward: Callable[[list[object]], tuple[Tensor, ...]]
+    backward: Callable[[list[object]], tuple[Tensor, ...]] | None
+    writes: int
+    saved: tuple[tuple[str, int], ...]
+    tangents: tuple[int, ...]
+    gradients: tuple[int, ...]
+    forward_replay: Replay
+    backward_replay: Replay | None
+
+
+@dataclass(frozen=True)
+class Call:
+    """A block instance: which function, what it reads (in argument order) and writes, and where it stands in the user's model.
+
+    `number` is the block's index in the rank program and the key of its random draws.
+    """
+
+    number: int
+    function: str
+    label: str
+    reads: tuple[Ref, ...]
+    writes: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Unit:
+    """Parameters that are gathered and reduced together: those of one block. Each parameter (canonical name) is in exactly one unit."""
+
+    number: int
+    shard: Shard
+    parameters: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Program:
+    """One rank's program for one (mode, training, input shapes).
+
+    mode "step": `instructions` are forward, backward and reductions. mode "forward": `instructions` end with OUTPUT and `after` holds the
+    backward of the same call (for loss.backward()), to be run only if a gradient arrives.
+    total: rows of the global batch (None: the batch is not cut); rows[mb]: this rank's rows; starts[mb]: its first global rows.
+    whole_rows / whole_start: this rank's share, all micro-batches (what PROLOGUE sees).
+    share: 1 / (ranks * micro-batches), the scalar of that name. keyed: whether draws are keyed (False: one rank in eager order, key -1).
+    inputs: every tensor leaf that some block reads, and its cut. prologue: names of prologue values.
+    loss: the value that holds the (Partial) loss, in step mode. outputs: per leaf of the user's output, the ref and its cut;
+    output_placements: "replicate", "shard" or "partial" per leaf. buffers: buffer name -> ref of its new value.
+    """
+
+    mode: Literal["step", "forward"]
+    training: bool
+    rank: int
+    ranks: int
+    axis: str
+    instructions: tuple[Instruction, ...]
+    calls: tuple[Call, ...]
+    functions: dict[str, Function]
+    units: tuple[Unit, ...]
+    inputs: tuple[Slice, ...]
+    total: int | None
+    rows: tuple[int, ...]
+    starts: tuple[int, ...]
+    whole_rows: int
+    whole_start: int
+    share: float
+    keyed: bool
+    constants: dict[str, Tensor] = field(default_factory=dict)
+    literals: dict[str, Any] = field(default_factory=dict)
+    loss: str | None = None
+    outputs: tuple[tuple[Ref, Slice], ...] = ()
+    output_placements: tuple[str, ...] = ()
+    out_spec: Any = None
+    buffers: tuple[tuple[str, Ref], ...] = ()
+    after: tuple[Instruction, ...] = ()
