@@ -1,0 +1,259 @@
+"""The plan: every decision, in words and numbers that a file can hold, for no process in particular.
+
+A plan names blocks, saved values and parameters; it holds no tensor and no code. Lowering turns it into one program per rank; the driver
+attaches the lowered programs to the plan it made, so that `simulate` and `emit` can reach them.
+"""
+
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Annotated, Any, Literal, Protocol
+
+from pydantic import BaseModel, ConfigDict, Field, PrivateAttr, model_validator
+
+from partitioner.cluster import Cluster
+from partitioner.errors import PlanError
+
+PLAN_VERSION: Literal[1] = 1
+
+Name = Annotated[str, Field(max_length=1000)]
+Count = Annotated[int, Field(ge=0, le=2**53)]  # what every JSON reader keeps exactly
+Seconds = Annotated[float, Field(ge=0, le=1e12, allow_inf_nan=False)]
+Shard = Literal["none", "zero1", "zero2", "zero3"]
+Scalar = bool | int | float | str | None
+
+
+class _Part(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, populate_by_name=True)
+
+
+class BatchLeaf(_Part):
+    """One input leaf: which dim is cut, of global size outer * rows * inner; dim None means that every rank gets it whole."""
+
+    path: Name
+    dim: Annotated[int, Field(ge=0, le=64)] | None = None
+    outer: Annotated[int, Field(ge=1, le=2**53)] = 1
+    inner: Annotated[int, Field(ge=1, le=2**53)] = 1
+
+
+class Batch(_Part):
+    """The global batch of one step; rows None means that nothing is cut."""
+
+    rows: Count | None
+    leaves: tuple[BatchLeaf, ...] = ()
+
+
+class SavedSet(_Part):
+    """What a block class keeps from forward to backward. Bytes and seconds are of one block, one micro-batch, the busiest rank.
+
+    keepable counts the values that might be kept, keepable_bytes what all of them would take; recompute_seconds is the price of the rest.
+    """
+
+    values: tuple[Name, ...]
+    bytes: Count = 0
+    keepable: Count = 0
+    keepable_bytes: Count = 0
+    recompute_seconds: Seconds = 0.0
+    forward_seconds: Seconds = 0.0
+    backward_seconds: Seconds = 0.0
+
+
+class ClassPlan(_Part):
+    """A block class and the saved sets that its instances use, by key."""
+
+    description: Name = ""
+    saved_sets: dict[Name, SavedSet]
+
+
+class BlockPlan(_Part):
+    """One block: where its parameters lie between steps, whether they stay gathered until backward, and what it saves."""
+
+    label: Name
+    block_class: Name = Field(alias="class")
+    shard: Shard = "none"
+    keep_gathered: bool = False
+    saved: Name
+
+
+class Replicated(_Part):
+    """An op that every rank runs on the whole batch, because no rule can cut it."""
+
+    op: Name
+    module: Name = ""
+    source: Name = ""
+    reason: Name = ""
+
+
+class RankPrediction(_Part):
+    """What the simulator says of one rank, or of `ranks` consecutive equal ones. breakdown: bytes at the peak by kind."""
+
+    step_seconds: Seconds
+    peak_bytes: Count
+    breakdown: dict[Name, Count] = {}
+    ranks: Annotated[int, Field(ge=1, le=1_000_000)] = 1
+
+
+class Predicted(_Part):
+    """Step time and peak memory, per rank and over all ranks."""
+
+    runs: Annotated[tuple[RankPrediction, ...], Field(min_length=1)]
+
+    @staticmethod
+    def of(ranks: Iterable[RankPrediction]) -> "Predicted":
+        """Fold consecutive equal ranks."""
+        runs: list[RankPrediction] = []
+        for rank in ranks:
+            alone = rank.model_copy(update={"ranks": 1})
+            if runs and runs[-1].model_copy(update={"ranks": 1}) == alone:
+                runs[-1] = alone.model_copy(update={"ranks": runs[-1].ranks + rank.ranks})
+            else:
+                runs.append(rank)
+        return Predicted(runs=tuple(runs))
+
+    @property
+    def per_rank(self) -> tuple[RankPrediction, ...]:
+        return tuple(run.model_copy(update={"ranks": 1}) for run in self.runs for _ in range(run.ranks))
+
+    @property
+    def step_seconds(self) -> float:
+        """Seconds of a step: those of the slowest rank."""
+        return max(run.step_seconds for run in self.runs)
+
+    @property
+    def peak_bytes(self) -> int:
+        """Peak tensor bytes of the fullest rank."""
+        return self.fullest.peak_bytes
+
+    @property
+    def fullest(self) -> RankPrediction:
+        return max(self.runs, key=lambda run: run.peak_bytes)
+
+
+class ClusterSummary(_Part):
+    """What the plan was made for, as far as a reader of the plan needs it."""
+
+    name: Name
+    device: Literal["cpu", "cuda"]
+    nodes: Annotated[int, Field(ge=1, le=1_000_000)]
+    devices_per_node: Annotated[int, Field(ge=1, le=1024)]
+    memory_bytes: Count
+
+    @staticmethod
+    def of(cluster: Cluster) -> "ClusterSummary":
+        return ClusterSummary(**{name: getattr(cluster, name) for name in ClusterSummary.model_fields})
+
+
+class Lowered(Protocol):
+    """What the driver attaches to a plan: the simulated programs, and a writer of their text and source."""
+
+    @property
+    def simulations(self) -> Sequence[Any]: ...
+
+    def write(self, folder: Path) -> None: ...
+
+
+class Plan(_Part):
+    """All decisions for one model on one mesh. JSON both ways; equal when the decisions and figures are equal."""
+
+    version: Literal[1] = PLAN_VERSION
+    model: Name
+    fingerprint: Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
+    mesh: dict[Literal["pp", "dp", "tp"], Annotated[int, Field(ge=1, le=1_000_000)]]
+    micro_batches: Annotated[int, Field(ge=1, le=1_000_000)] = 1
+    batch: Batch
+    classes: dict[Name, ClassPlan]
+    blocks: tuple[BlockPlan, ...]
+    optimizer: Name = "adamw"
+    precision: Name = "fp32"
+    training: bool = True
+    memory_bytes: Count | None = None
+    cluster: ClusterSummary
+    replicated: tuple[Replicated, ...] = ()
+    predicted: Predicted
+    bound_seconds: Seconds = 0.0
+    constraints: dict[Name, Scalar] = {}
+
+    _lowered: Lowered | None = PrivateAttr(default=None)
+
+    @model_validator(mode="after")
+    def _consistent(self) -> "Plan":
+        for block in self.blocks:
+            name, cls = f"block {block.label[:80]!r}", block.block_class
+            if cls not in self.classes:
+                raise ValueError(f"{name} is of class {cls[:80]!r}, which `classes` does not have")
+            if block.saved not in self.classes[cls].saved_sets:
+                raise ValueError(f"{name} uses saved set {block.saved[:80]!r}, which class {cls[:80]!r} does not have")
+        ranks = sum(run.ranks for run in self.predicted.runs)
+        if ranks != self.ranks:
+            raise ValueError(f"the mesh {self.mesh} has {self.ranks} ranks but {ranks} are predicted")
+        if self.batch.rows is not None and self.micro_batches > max(self.batch.rows, 1):
+            raise ValueError(f"{self.micro_batches} micro-batches cannot be cut from {self.batch.rows} rows")
+        return self
+
+    @property
+    def ranks(self) -> int:
+        product = 1
+        for size in self.mesh.values():
+            product *= size
+        return product
+
+    @property
+    def gap(self) -> float:
+        """How far the step may lie above the best one: step seconds / proven bound - 1; infinite where nothing is proven."""
+        return self.predicted.step_seconds / self.bound_seconds - 1 if self.bound_seconds > 0 else float("inf")
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Plan) and self.model_dump() == other.model_dump()
+
+    def __hash__(self) -> int:
+        return hash((self.fingerprint, self.micro_batches, self.blocks))
+
+    def __str__(self) -> str:
+        from partitioner.report import report
+
+        return report(self)
+
+    __repr__ = __str__
+
+    def to_json(self) -> str:
+        from partitioner.plan_file import dumps
+
+        return dumps(self)
+
+    @staticmethod
+    def from_json(text: str) -> "Plan":
+        """Raises PlanError where the text is no plan."""
+        from partitioner.plan_file import loads
+
+        return loads(text)
+
+    def save(self, path: str | Path) -> None:
+        """Write the plan as JSON, whole or not at all."""
+        from partitioner.plan_file import save
+
+        save(self, Path(path))
+
+    @staticmethod
+    def load(path: str | Path) -> "Plan":
+        """Read a plan file: data only, validated. Raises PlanError where it is none."""
+        from partitioner.plan_file import load
+
+        return load(Path(path))
+
+    def simulate(self) -> Sequence[Any]:
+        """The simulated step of every rank (events and memory). Raises PlanError on a plan that came from a file."""
+        return self._bound("simulate").simulations
+
+    def emit(self, folder: str | Path) -> Path:
+        """Write every rank's program as text and the block functions as Python. Raises PlanError on a plan that came from a file."""
+        lowered = self._bound("emit")
+        Path(folder).mkdir(parents=True, exist_ok=True)
+        lowered.write(Path(folder))
+        return Path(folder)
+
+    def _bound(self, verb: str) -> Lowered:
+        if self._lowered is None:
+            raise PlanError(
+                f"plan.{verb} needs the model's programs, which a plan file does not hold; bind the plan to its model first: "
+                f"plan = make_plan(model, gpus={self.ranks}, example_inputs=…, plan=plan), then plan.{verb}(…)"
+            )
+        return self._lowered
