@@ -54,8 +54,8 @@ class IntegerProgram:
         if self._highs is not None:
             self._highs.changeRowBounds(row, lower, upper)
 
-    def minimise(self, objective: Mapping[int, float], *, start: tuple[float, ...] | None = None, seconds: float = INFINITY) -> Outcome:
-        """Minimise; `start` is a point to begin from; after `seconds` of search the best point so far is returned with its bound."""
+    def minimise(self, objective: Mapping[int, float], *, start: Mapping[int, float] | None = None, seconds: float = INFINITY) -> Outcome:
+        """Minimise. `start` gives the integer variables values to begin from; after `seconds` the best point so far is returned."""
         highs = self._built()
         columns = len(self._lower)
         costs = np.zeros(columns)
@@ -65,11 +65,11 @@ class IntegerProgram:
         highs.changeColsCost(columns, np.arange(columns, dtype=np.int32), costs)
         highs.setOptionValue("time_limit", highs.getRunTime() + seconds)  # its clock runs on over several solves
         if start is not None:
-            point = highspy.HighsSolution()
-            point.col_value = list(start)
-            highs.setSolution(point)
+            highs.setSolution(len(start), np.fromiter(start, dtype=np.int32), np.fromiter(start.values(), dtype=float))
         if highs.run() == highspy.HighsStatus.kError:
-            raise ArithmeticError("HiGHS could not run on the programme")
+            highs.setOptionValue("threads", 0)  # HiGHS has one set of threads per process; somebody else's, of another size, is there already
+            if highs.run() == highspy.HighsStatus.kError:
+                raise ArithmeticError("HiGHS could not run on the programme")
         status, info = highs.getModelStatus(), highs.getInfo()
         if status in (highspy.HighsModelStatus.kInfeasible, highspy.HighsModelStatus.kUnboundedOrInfeasible):
             return Outcome(None, INFINITY, INFINITY)
@@ -86,6 +86,7 @@ class IntegerProgram:
         highs = _Highs()
         highs.setOptionValue("output_flag", False)
         highs.setOptionValue("parallel", "off")
+        highs.setOptionValue("threads", 1)
         highs.setOptionValue("mip_heuristic_run_feasibility_jump", False)  # 10 of the 11 ms that the smallest programme takes
         highs.setOptionValue("mip_rel_gap", 1e-10)
         highs.setOptionValue("mip_abs_gap", 1e-7)

@@ -1,0 +1,158 @@
+"""Which option does every block take? Numbers in, numbers out: the solver knows no model, no op and no cluster.
+
+A chain of blocks comes as runs r = 1 … of N_r consecutive equal blocks, each block with the same options o. Per block and step an option has
+seconds c_o (compute) and d_o (communication), and bytes: p_o held over the whole step (parameters, gradients, optimizer state), s_o held from
+the block's forward to its backward, and the peaks f_o and b_o that its forward and its backward reach above what is held while they run.
+With one chosen option per block i (in forward order, over all runs), base bytes B and capacity C:
+
+    minimise    T = sum_i c_i + sum_i d_i                     communication after compute               (_add_seconds)
+         or     T = max(sum_i c_i, sum_i d_i)                 communication beside compute: `overlap`   (_add_seconds)
+    subject to  B + P + sum_{j<i}  s_j + f_i  <= C            forward of every block i                  (_add_run)
+                B + P + sum_{j<=i} s_j + b_i  <= C            backward of every block i                 (_add_run)
+                P = sum_i p_i                                                                           (_add_persistent)
+
+One order serves both constraints. Let t_o = max(f_o, s_o + b_o) and q_o = t_o - s_o = max(f_o - s_o, b_o) >= 0. The two constraints of block i
+together are sum_{j<=i} s_j + q_i <= C - B - P: jobs of length s_j on one machine, each followed by a tail q_j, finished by C - B - P. Inside a
+run the blocks may change places freely, and the best order is by descending tail (Jackson 1955). Proof by exchange: let block i stand before
+its neighbour k with q_i < q_k, and S be saved before both. The larger of the pair's two left sides is at least S + s_i + s_k + q_k. After
+the exchange the two are S + s_k + q_k, which is at most that, and S + s_k + s_i + q_i, which is less; nobody else's left side changes. So
+sorting never raises the peak. (Descending f_o or b_o alone would be wrong: a forward peak counts less what the block leaves behind.)
+
+So a run needs only counts. Over its options in descending q, with n_o = how many blocks take o and u_o = whether any does, the last block of
+each option binds, and A_r the bytes saved by all earlier runs:
+
+    sum_o n_o = N_r,   n_o <= N_r u_o                                                                   (_add_run)
+    B + P + A_r + sum_{o'<=o} n_o' s_o' + q_min + (q_o - q_min) u_o  <=  Z <= C      for every o         (_add_run)
+    B + P + A_r + sum_o n_o t_o / N_r  <=  Z                                         (_add_run; implied for whole n, tighter for fractions)
+    A_{r+1} = A_r + sum_o n_o s_o                                                                       (_add_run)
+
+Where u_o = 0 the second line asks for no more than the line of a used option does, for every tail is at least q_min. The programme's size does
+not depend on N_r. An option that is nowhere worse in (c + d, or c and d; p; s; t) replaces the other in place without raising any left side,
+so dominated options are removed first (undominated).
+
+T is minimised first, then the peak Z among the answers whose T is within 1e-9 of the least. The counts are checked in exact integers.
+"""
+
+from dataclasses import dataclass
+from math import fsum, isfinite
+
+from partitioner.errors import InfeasibleError
+from partitioner.solver_memory import Breakdown, breakdown, describe_bytes
+from partitioner.solver_problem import Choices, Option, Problem, Run
+from partitioner.solver_program import CountProgram
+
+__all__ = ["Breakdown", "Option", "Problem", "Run", "Solution", "breakdown", "least_memory", "seconds_of", "solve"]
+
+SAME = 1e-9  # relative difference of seconds below which two answers are equally fast
+
+
+@dataclass(frozen=True)
+class Solution:
+    """`choices[r][k]` is the index of the option that the k-th block of run r takes, in forward order.
+
+    seconds is the objective, bound_seconds a proven lower bound of it over all choices, gap = 1 - bound_seconds / seconds.
+    peak_bytes is the peak by the model above, base_bytes included; `memory` says where it is reached and of what it is made.
+    """
+
+    choices: Choices
+    seconds: float
+    peak_bytes: int
+    bound_seconds: float
+    gap: float
+    memory: Breakdown
+
+
+def seconds_of(problem: Problem, choices: Choices) -> float:
+    """The objective T of `choices`."""
+    taken = [problem.runs[r].options[o] for r, indices in enumerate(choices) for o in indices]
+    compute = fsum(option.compute_seconds for option in taken)
+    communication = fsum(option.communication_seconds for option in taken)
+    return max(compute, communication) if problem.overlap else compute + communication
+
+
+def solve(problem: Problem, *, seconds: float = 60.0) -> Solution:
+    """The fastest choices that fit, ties broken towards the lower peak; deterministic unless the search is cut off.
+
+    After `seconds` of search the best answer so far is returned: it fits, and its `gap` says what is proven.
+    Raises InfeasibleError where nothing fits, ValueError where the problem's numbers make no sense.
+    """
+    _check(problem)
+    program = CountProgram(problem)
+    fastest = program.fastest(seconds)
+    bound, choices = fastest.bound, fastest.choices
+    while choices is not None and not _fits(problem, choices):  # within HiGHS's tolerance but not in exact integers: ask for less
+        program.tighten(breakdown(problem, choices).peak_bytes - (problem.capacity_bytes or 0))
+        choices = program.fastest(seconds).choices
+    if choices is None:
+        least = least_memory(problem, seconds=seconds)
+        if not _fits(problem, least.choices):
+            raise InfeasibleError(_why(problem, least.memory))
+        choices, bound = least.choices, min(bound, least.bound_seconds)
+    else:
+        lighter = program.lightest(choices, seconds_of(problem, choices) * (1 + SAME), seconds / 4)
+        if lighter is not None and _better(problem, lighter, choices):
+            choices = lighter
+    return _solution(problem, choices, bound)
+
+
+def least_memory(problem: Problem, *, seconds: float = 60.0) -> Solution:
+    """The choices with the least peak, whatever the capacity; among them the fastest. bound_seconds is that of the unlimited problem."""
+    _check(problem)
+    program = CountProgram(problem, capacity=False)
+    choices = program.lightest(None, None, seconds)
+    if choices is None:
+        raise ArithmeticError("the search found no choices although there is no limit")
+    peak = breakdown(problem, choices).peak_bytes
+    program.limit(peak)
+    faster = program.fastest(seconds / 4, start=choices)
+    if faster.choices is not None and breakdown(problem, faster.choices).peak_bytes <= peak:
+        choices = faster.choices
+    return _solution(problem, choices, min(faster.bound, seconds_of(problem, choices)))
+
+
+def _solution(problem: Problem, choices: Choices, bound: float) -> Solution:
+    seconds, memory = seconds_of(problem, choices), breakdown(problem, choices)
+    bound = min(max(bound, 0.0), seconds)
+    gap = 1 - bound / seconds if seconds > 0 else 0.0
+    return Solution(choices, seconds, memory.peak_bytes, bound, gap, memory)
+
+
+def _fits(problem: Problem, choices: Choices) -> bool:
+    return problem.capacity_bytes is None or breakdown(problem, choices).peak_bytes <= problem.capacity_bytes
+
+
+def _better(problem: Problem, lighter: Choices, choices: Choices) -> bool:
+    """No slower than ties allow, and a lower peak, both by exact numbers."""
+    fast = seconds_of(problem, lighter) <= seconds_of(problem, choices) * (1 + 2 * SAME)
+    return fast and breakdown(problem, lighter).peak_bytes < breakdown(problem, choices).peak_bytes
+
+
+def _check(problem: Problem) -> None:
+    for r, run in enumerate(problem.runs):
+        if run.count < 0:
+            raise ValueError(f"run {r} has {run.count} blocks; a run has none or more")
+        if run.count and not run.options:
+            raise ValueError(f"run {r} has {run.count} blocks but no option to choose from; give every block at least one")
+        for option in run.options:
+            numbers = (option.compute_seconds, option.communication_seconds, *option.all_bytes)
+            if not all(isfinite(number) and number >= 0 for number in numbers):
+                raise ValueError(f"option {option.key!r} of run {r} has a negative or non-finite number: {option}")
+    if problem.base_bytes < 0:
+        raise ValueError(f"base_bytes is {problem.base_bytes}; bytes are never negative")
+
+
+def _why(problem: Problem, memory: Breakdown) -> str:
+    """Which limit, by how much, of what it is made, and three ways out, the one against the largest part first."""
+    capacity = problem.capacity_bytes or 0
+    ways = [
+        "spread parameters, gradients and optimizer state over more ranks, or use an optimizer with less state",
+        "take a smaller batch or more micro-batches, so that fewer rows are in memory at once",
+    ]
+    if memory.saved_bytes + memory.transient_bytes > memory.persistent_bytes:
+        ways.reverse()
+    ways.append(f"allow {describe_bytes(memory.peak_bytes)} a device or more")
+    return (
+        f"no plan fits into {describe_bytes(capacity)} of memory a device: the least that any choice reaches is {describe_bytes(memory.peak_bytes)}, "
+        f"{describe_bytes(memory.peak_bytes - capacity)} too much, {memory.where()}. It is made of {memory.parts()}. "
+        f"Ways out: (1) {ways[0]}; (2) {ways[1]}; (3) {ways[2]}."
+    )
