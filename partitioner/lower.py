@@ -1,0 +1,205 @@
+"""From decisions to one program per rank. Every rank runs the same functions; programs differ in rank, rows and starts alone."""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+from torch.distributed.tensor.placement_types import Partial
+
+from partitioner.order import Order, arrange
+from partitioner.passes.block import Block, BlockFunction, Footprint, Port
+from partitioner.passes.collectives import spread
+from partitioner.passes.dims import Cut
+from partitioner.prepare import AXIS, Prepared
+from partitioner.runtime.program import Call, Event, Function, Instruction, Mode, Program, Ref, Replay, Shard, Slice, Unit
+
+Price = Callable[[BlockFunction, bool, int], float]
+"""seconds of a function's forward (or, if True, backward) on so many rows"""
+Communication = Callable[[str, int], float]
+
+
+@dataclass(frozen=True)
+class Decision:
+    """What was chosen for one block: the saved set of its class, and whether its unit stays gathered from forward to backward."""
+
+    saved: frozenset[str]
+    keep_gathered: bool = False
+
+
+@dataclass(frozen=True)
+class Choice:
+    """All decisions of one capture. `decisions[i]` is of block i; units say which parameters lie where."""
+
+    decisions: tuple[Decision, ...]
+    units: tuple[Unit, ...]
+    micro_batches: int = 1
+
+
+def units_of(blocks: Sequence[Block], shards: Sequence[Shard], parameters: Sequence[str]) -> tuple[Unit, ...]:
+    """One unit per block that is the first to read some parameter, sharded as its block; what no block reads stays whole, last."""
+    seen: set[str] = set()
+    units: list[Unit] = []
+    for block, shard in zip(blocks, shards, strict=True):
+        own = tuple(dict.fromkeys(port.name for port in block.reads if port.kind == "parameter" and port.name not in seen))
+        seen.update(own)
+        if own:
+            units.append(Unit(len(units), shard, own))
+    rest = tuple(name for name in parameters if name not in seen)
+    if rest:
+        units.append(Unit(len(units), "none", rest))
+    return tuple(units)
+
+
+def lower(
+    prepared: Prepared,
+    choice: Choice,
+    *,
+    mode: Mode,
+    grad: bool,
+    ranks: int,
+    parameter_bytes: Mapping[str, int],
+    price: Price,
+    communication: Communication,
+    prefetch: bool,
+) -> tuple[Program, ...]:
+    """The programs of all ranks. `parameter_bytes`: whole bytes of each parameter."""
+    blocks = prepared.blocks
+    functions: dict[str, Function] = {}
+    made: dict[str, BlockFunction] = {}
+    calls: list[Call] = []
+    for block, decision in zip(blocks.blocks, choice.decisions, strict=True):
+        function = prepared.function(block.cls, decision.saved)
+        if function.name not in functions:
+            functions[function.name], made[function.name] = _function(function), function
+        calls.append(Call(block.index, function.name, block.label, _refs(block.reads), block.writes))
+    unit_of = {name: unit for unit in choice.units for name in unit.parameters}
+    kept = frozenset(
+        unit_of[port.name].number
+        for block, decision in zip(blocks.blocks, choice.decisions, strict=True)
+        if decision.keep_gathered
+        for port in block.reads
+        if port.kind == "parameter"
+    )
+    start: list[Instruction] = []
+    if prepared.prologue is not None:
+        early = prepared.prologue
+        functions[early.function.name] = _function(early.function)
+        made[early.function.name] = early.function
+        calls.append(Call(len(blocks.blocks), early.function.name, "prologue", _refs(early.reads), early.writes))
+        start.append(Instruction("PROLOGUE", block=len(blocks.blocks)))
+    loss, outputs, placements, buffers = _results(prepared)
+    held = {ref.name for ref, _ in outputs if ref.kind == "value"} | {ref.name for _, ref in buffers if ref.kind == "value"} | ({loss} if loss else set())
+    programs = []
+    for rank in range(ranks):
+        rows, starts, whole_rows, whole_start = _rows(prepared.total, rank, ranks, choice.micro_batches)
+
+        def seconds(op: str, name: str, mb: int, rows: tuple[int, ...] = rows) -> float:
+            return price(made[name], op == "BACKWARD", rows[mb])
+
+        order = Order(
+            calls=calls[: len(blocks.blocks)],
+            functions=functions,
+            units=choice.units,
+            kept=kept,
+            micro_batches=choice.micro_batches,
+            prefetch=prefetch,
+            bytes_of={unit.number: sum(parameter_bytes[name] for name in unit.parameters) for unit in choice.units},
+            held=frozenset(held),
+            price=seconds,
+            communication=communication,
+        )
+        ahead, after = arrange(order, backward=grad)
+        commit = [Instruction("COMMIT")] if buffers else []
+        if mode == "step":
+            ahead += [*after, Instruction("LOSS", stream="reduce", bytes=4), *commit]
+            after = []
+        else:
+            ahead += [*commit, Instruction("OUTPUT", stream="gather")]
+        programs.append(
+            Program(
+                mode=mode,
+                training=prepared.graph.training,
+                rank=rank,
+                ranks=ranks,
+                axis=AXIS,
+                instructions=tuple(start + ahead),
+                calls=tuple(calls),
+                functions=functions,
+                units=choice.units,
+                inputs=prepared.slices,
+                total=prepared.total,
+                rows=rows,
+                starts=starts,
+                whole_rows=whole_rows,
+                whole_start=whole_start,
+                share=1.0 / (ranks * choice.micro_batches),
+                keyed=ranks > 1,
+                constants=dict(prepared.graph.constants),
+                literals=dict(prepared.graph.literals),
+                loss=loss,
+                outputs=outputs,
+                output_placements=placements,
+                out_spec=prepared.graph.out_spec,
+                buffers=buffers,
+                after=tuple(after),
+            )
+        )
+    return tuple(programs)
+
+
+def _refs(ports: Sequence[Port]) -> tuple[Ref, ...]:
+    return tuple(Ref(str(port.kind), port.name) for port in ports)
+
+
+def _rows(total: int | None, rank: int, ranks: int, micro_batches: int) -> tuple[tuple[int, ...], tuple[int, ...], int, int]:
+    """This rank's rows and first rows per micro-batch, and of its whole share. Without a batch to cut every rank has all of it."""
+    if total is None:
+        return (0,) * micro_batches, (0,) * micro_batches, 0, 0
+    counts = spread(total, ranks)
+    first, mine = sum(counts[:rank]), counts[rank]
+    rows = spread(mine, micro_batches)
+    starts, at = [], first
+    for count in rows:
+        starts.append(at)
+        at += count
+    return tuple(rows), tuple(starts), mine, first
+
+
+def _results(prepared: Prepared) -> tuple[str | None, tuple[tuple[Ref, Slice], ...], tuple[str, ...], tuple[tuple[str, Ref], ...]]:
+    loss: str | None = None
+    outputs: list[tuple[Ref, Slice]] = []
+    placements: list[str] = []
+    buffers: list[tuple[str, Ref]] = []
+    for described, port, where in zip(prepared.graph.outputs, prepared.blocks.results, prepared.placed.outputs, strict=True):
+        ref = Ref(str(port.kind), port.name)
+        if described.kind == "loss":
+            loss = port.name
+        elif described.kind == "buffer":
+            buffers.append((described.name, ref))
+        else:
+            cut = Slice(described.name, where.dim, where.outer, where.inner) if isinstance(where, Cut) else Slice(described.name)
+            outputs.append((ref, cut))
+            placements.append("shard" if isinstance(where, Cut) else "partial" if isinstance(where, Partial) else "replicate")
+    return loss, tuple(outputs), tuple(placements), tuple(buffers)
+
+
+def _function(function: BlockFunction) -> Function:
+    backward = function.backward_footprint
+    return Function(
+        name=function.name,
+        source=function.source,
+        forward=function.forward,
+        backward=function.backward,
+        writes=function.writes,
+        saved=tuple((saved.kind, saved.index) for saved in function.saved),
+        tangents=function.tangents,
+        gradients=function.gradients,
+        forward_replay=_replay(function.forward_footprint),
+        backward_replay=None if backward is None else _replay(backward),
+    )
+
+
+def _replay(footprint: Footprint) -> Replay:
+    events = tuple(
+        Event(kind == "make", storage, size.fixed if size else 0, size.per_row if size else 0) for kind, storage, size in footprint.events
+    )
+    return Replay(footprint.arguments, events, footprint.results)
