@@ -15,14 +15,16 @@
 Communication is issued where its instruction stands and awaited by the first consumer: prefetch, buckets and overlap are the order of this list.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any, Literal
 
 from torch import Tensor
 
 Stream = Literal["compute", "gather", "reduce", "send", "copy"]
 Shard = Literal["none", "zero1", "zero2", "zero3"]
+Mode = Literal["step", "forward"]
 OPS = ("REFRESH", "GATHER", "FREE", "PROLOGUE", "FORWARD", "DROP", "BACKWARD", "REDUCE", "LOSS", "COMMIT", "OUTPUT")
 
 
@@ -42,7 +44,10 @@ class Instruction:
 
 @dataclass(frozen=True)
 class Ref:
-    """A block argument. kind: parameter, buffer, constant, input, prologue, scalar (as in passes) or value (another block's write)."""
+    """A block argument. kind: parameter, buffer, constant, input, prologue, scalar (as in passes) or value (another block's write).
+
+    An output leaf that is no tensor is of kind "literal": `name` is its key in Program.literals.
+    """
 
     kind: str
     name: str
@@ -130,7 +135,7 @@ class Program:
     output_placements: "replicate", "shard" or "partial" per leaf. buffers: buffer name -> ref of its new value.
     """
 
-    mode: Literal["step", "forward"]
+    mode: Mode
     training: bool
     rank: int
     ranks: int
@@ -155,3 +160,45 @@ class Program:
     out_spec: Any = None
     buffers: tuple[tuple[str, Ref], ...] = ()
     after: tuple[Instruction, ...] = ()
+
+    @cached_property
+    def call_of(self) -> dict[int, Call]:
+        """Block number -> call."""
+        return {call.number: call for call in self.calls}
+
+    @cached_property
+    def unit_of(self) -> dict[str, Unit]:
+        """Parameter name -> the unit it is gathered and reduced with."""
+        return {name: unit for unit in self.units for name in unit.parameters}
+
+    @cached_property
+    def unit_numbered(self) -> dict[int, Unit]:
+        """Unit number -> unit."""
+        return {unit.number: unit for unit in self.units}
+
+    @property
+    def keeps(self) -> bool:
+        """Whether forward keeps saved values: a step always, a forward only if its backward is in `after`."""
+        return self.mode == "step" or bool(self.after)
+
+    @cached_property
+    def draws(self) -> bool:
+        """Whether any block draws random numbers by key."""
+        return any(ref.kind == "scalar" and ref.name in ("key_local", "key_shared") for call in self.calls for ref in call.reads)
+
+    @cached_property
+    def differentiable(self) -> frozenset[str]:
+        """Values through which a gradient can come back."""
+        return frozenset(
+            call.writes[index] for call in self.calls if self.functions[call.function].backward for index in self.functions[call.function].tangents
+        )
+
+
+@dataclass(frozen=True)
+class Request:
+    """What the driver is asked to lower: a program for these leaves (path -> tensor, or the literal itself), with its backward or without."""
+
+    mode: Mode
+    training: bool
+    leaves: Mapping[str, Any]
+    grad: bool

@@ -1,0 +1,53 @@
+"""Ties the outputs of a forward program to autograd: when a gradient arrives, the program's own backward is played.
+
+The parameters are no inputs of the autograd function, for they may be shards; their gradients are put into `.grad` by the store. An anchor
+that requires a gradient makes autograd call backward at all.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from partitioner.runtime.executor import Run
+
+
+class _Bridge(torch.autograd.Function):
+    """Outputs: the differentiable leaves of a run. The graph holds the run, and with it the saved values, until backward or its own end."""
+
+    @staticmethod
+    def forward(ctx: Any, anchor: Tensor, run: Run, live: tuple[int, ...], done: Callable[[], None]) -> tuple[Tensor, ...]:
+        ctx.run, ctx.live, ctx.leaves, ctx.done = run, live, len(run.outputs), done
+        ctx.set_materialize_grads(False)
+        outputs = tuple(run.outputs[index] for index in live)
+        run.outputs.clear()  # else output -> graph -> run -> output would be a circle
+        return outputs
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *gradients: Tensor | None) -> tuple[None, ...]:
+        arrived: list[Tensor | None] = [None] * ctx.leaves
+        for index, gradient in zip(ctx.live, gradients, strict=True):
+            arrived[index] = gradient
+        ctx.run.backward(arrived)
+        ctx.done()
+        return None, None, None, None
+
+
+def attach(run: Run, done: Callable[[], None]) -> list[Any]:
+    """The run's outputs, attached to autograd where a gradient can come back; `done()` is called after backward has played."""
+    outputs = list(run.outputs)
+    live = tuple(
+        index
+        for index, (ref, _) in enumerate(run.program.outputs)
+        if ref.kind == "value" and ref.name in run.program.differentiable and outputs[index].is_floating_point()
+    )
+    if run.program.after and live:
+        with torch.enable_grad():
+            anchor = torch.zeros((), requires_grad=True)
+            attached = _Bridge.apply(anchor, run, live, done)  # type: ignore[no-untyped-call]
+        for index, output in zip(live, attached, strict=True):
+            outputs[index] = output
+    return outputs

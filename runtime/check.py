@@ -1,0 +1,343 @@
+"""Plays the programs of all ranks together before any process starts: nothing is read that is not there, and no order can hang.
+
+| what | rule |
+|---|---|
+| values | written once, before they are read, not read after they were given up; every micro-batch in range |
+| zero3 units | gathered before use, not gathered twice, freed before the program ends |
+| zero1 and zero2 units | refreshed before their first use |
+| saved values | every FORWARD that saves for a backward has exactly one BACKWARD, after those of the blocks that read what it wrote |
+| gradients | reduced after they were accumulated (zero2, zero3: each micro-batch's before the next one's), never without any |
+| collectives | the same ones in the same order with the same bytes on every rank of the axis: then none can wait for another forever |
+| rows | the ranks' rows are the batch, in rank order, each row once |
+"""
+
+import re
+from collections.abc import Sequence
+
+from partitioner.errors import ProgramError
+from partitioner.runtime.inputs import spread
+from partitioner.runtime.program import OPS, Call, Function, Instruction, Program, Ref
+from partitioner.runtime.text import FIELDS, instruction_text
+
+COLLECTIVES = ("REFRESH", "GATHER", "REDUCE", "LOSS", "OUTPUT")
+_INSIDE = re.compile(r"partitioner\.(all_reduce|all_gather|reduce_scatter)\b")
+
+
+def check(programs: Sequence[Program]) -> None:
+    """Raise ProgramError, with the line and an arrow at the fault, unless the programs of an axis can be played to their end together."""
+    if not programs:
+        raise ProgramError("there is no program to check; lower one per rank first")
+    for program in programs:
+        _Walk(program).run()
+    _check_ranks(programs)
+    _check_order(programs)
+
+
+def _excerpt(lines: Sequence[Instruction], index: int) -> str:
+    shown = []
+    for position in range(max(0, index - 2), min(len(lines), index + 3)):
+        shown.append(f"{'-->' if position == index else '   '} {position:4d}  {instruction_text(lines[position])}")
+    return "\n".join(shown)
+
+
+class _Walk:
+    """One rank's program, instruction by instruction."""
+
+    def __init__(self, program: Program) -> None:
+        self.program = program
+        self.lines = (*program.instructions, *program.after)
+        self.index = 0
+        self.values: set[tuple[str, int]] = set()
+        self.gone: dict[tuple[str, int], int] = {}
+        self.prologue: set[str] = set()
+        self.whole: set[int] = set()
+        self.saved: dict[tuple[int, int], int] = {}
+        self.done: set[tuple[int, int]] = set()
+        self.accumulated: dict[int, tuple[int, int]] = {}
+        self.readers = self._gradient_readers()
+        self.seen: set[str] = set()
+
+    def _gradient_readers(self) -> dict[str, list[int]]:
+        """Value -> blocks whose backward returns a gradient of it."""
+        readers: dict[str, list[int]] = {}
+        for call in self.program.calls:
+            function = self.program.functions.get(call.function)
+            if function is None or function.backward is None:
+                continue
+            for index in function.gradients:
+                if index < len(call.reads) and call.reads[index].kind == "value":
+                    readers.setdefault(call.reads[index].name, []).append(call.number)
+        return readers
+
+    def fail(self, what: str, way: str) -> ProgramError:
+        place = f"rank {self.program.rank}, line {self.index}" if self.index < len(self.lines) else f"rank {self.program.rank}, at its end"
+        return ProgramError(f"{place}: {what}; {way}\n{_excerpt(self.lines, min(self.index, len(self.lines) - 1))}")
+
+    def run(self) -> None:
+        for index, instruction in enumerate(self.lines):
+            self.index = index
+            if self.index == len(self.program.instructions):
+                self._between()
+            self._fields(instruction)
+            self.seen.add(instruction.op)
+            getattr(self, f"_{instruction.op.lower()}")(instruction)
+        self.index = len(self.lines)
+        if not self.program.after:
+            self._between()
+        self._end()
+
+    def _fields(self, instruction: Instruction) -> None:
+        if instruction.op not in OPS:
+            raise ProgramError(f"rank {self.program.rank}, line {self.index}: {instruction.op!r} is no instruction; known are {', '.join(OPS)}")
+        required, optional = FIELDS[instruction.op]
+        present = {name for name in ("block", "unit", "mb") if getattr(instruction, name) is not None}
+        if instruction.drops:
+            present.add("values" if instruction.op == "DROP" else "drops")
+        if instruction.bytes:
+            present.add("bytes")
+        if wrong := (required - present) | (present - required - optional):
+            needs = ", ".join(sorted(required)) or "nothing"
+            raise self.fail(f"{instruction.op} lacks or must not have {', '.join(sorted(wrong))}", f"it needs {needs}")
+        if instruction.block is not None and instruction.block not in self.program.call_of:
+            raise self.fail(f"there is no block {instruction.block}", f"blocks are {', '.join(map(str, self.program.call_of))}")
+        if instruction.unit is not None and instruction.unit not in self.program.unit_numbered:
+            raise self.fail(f"there is no unit {instruction.unit}", f"units are {', '.join(map(str, self.program.unit_numbered))}")
+        if instruction.mb is not None and not 0 <= instruction.mb < len(self.program.rows):
+            raise self.fail(f"there is no micro-batch {instruction.mb}", f"there are {len(self.program.rows)}, counted from 0")
+
+    def _call(self, instruction: Instruction) -> tuple[Call, Function]:
+        call = self.program.call_of[instruction.block or 0]
+        if call.function not in self.program.functions:
+            raise self.fail(f"block {call.number} runs function {call.function!r}, which the program does not hold", "add it to Program.functions")
+        return call, self.program.functions[call.function]
+
+    def _read(self, ref: Ref, mb: int | None) -> None:
+        if ref.kind == "value":
+            if mb is None:
+                raise self.fail(f"a prologue reads the value {ref.name}, which has micro-batches", "let it read what is there before any FORWARD")
+            if (ref.name, mb) in self.gone:
+                line = self.gone[ref.name, mb]
+                raise self.fail(f"{ref.name} of micro-batch {mb} is read, but line {line} gave it up", "move the drop to the last reader")
+            if (ref.name, mb) not in self.values:
+                raise self.fail(f"{ref.name} of micro-batch {mb} is read before anything wrote it", "run the block that writes it first")
+        elif ref.kind == "prologue" and ref.name not in self.prologue:
+            raise self.fail(f"the prologue value {ref.name} is read before a PROLOGUE wrote it", "put PROLOGUE first")
+        elif ref.kind == "parameter":
+            self._parameter(ref.name)
+        elif ref.kind == "input" and ref.name not in {cut.name for cut in self.program.inputs}:
+            raise self.fail(f"the input {ref.name} is read, but Program.inputs does not say how it is cut", "list it there")
+        elif ref.kind == "constant" and ref.name not in self.program.constants:
+            raise self.fail(f"the constant {ref.name} is read, but the program does not hold it", "add it to Program.constants")
+
+    def _parameter(self, name: str) -> None:
+        unit = self.program.unit_of.get(name)
+        if unit is None:
+            raise self.fail(f"the parameter {name} belongs to no unit", "put every parameter in one unit")
+        if unit.shard != "none" and unit.number not in self.whole:
+            op = "GATHER" if unit.shard == "zero3" else "REFRESH"
+            what = f"the parameter {name} is read, but its {unit.shard} unit {unit.number} is not whole here"
+            raise self.fail(what, f"put {op} unit {unit.number} before")
+
+    def _give_up(self, names: tuple[str, ...], mb: int) -> None:
+        for name in names:
+            self._read(Ref("value", name), mb)
+            self.values.discard((name, mb))
+            self.gone[name, mb] = self.index
+
+    def _forward(self, instruction: Instruction) -> None:
+        call, function = self._call(instruction)
+        mb = instruction.mb or 0
+        if (call.number, mb) in self.done:
+            raise self.fail(f"block {call.number} runs on micro-batch {mb} a second time", "run it once")
+        self.done.add((call.number, mb))
+        for ref in call.reads:
+            self._read(ref, mb)
+        for name in instruction.drops:
+            if Ref("value", name) not in call.reads:
+                raise self.fail(f"{name} is dropped by a block that does not read it", f"write DROP values {name} mb {mb}")
+        self._give_up(instruction.drops, mb)
+        for name in call.writes:
+            if (name, mb) in self.values or (name, mb) in self.gone:
+                raise self.fail(f"{name} of micro-batch {mb} is written twice", "give every value one writer")
+            self.values.add((name, mb))
+        if function.backward is not None and self.program.keeps:
+            self.saved[call.number, mb] = self.index
+
+    def _backward(self, instruction: Instruction) -> None:
+        call, function = self._call(instruction)
+        mb = instruction.mb or 0
+        if self.saved.pop((call.number, mb), None) is None:
+            what = f"nothing is saved for the backward of block {call.number} on micro-batch {mb}"
+            raise self.fail(what, "run its FORWARD first and its BACKWARD once")
+        for kind, index in function.saved:
+            if kind == "read" and call.reads[index].kind != "value":
+                self._read(call.reads[index], mb)
+        for index in function.tangents:
+            for reader in self.readers.get(call.writes[index], ()):
+                if (reader, mb) in self.saved:
+                    raise self.fail(
+                        f"the gradient of {call.writes[index]} is not complete: block {reader} reads it and has its BACKWARD later",
+                        f"put BACKWARD block {reader} mb {mb} before",
+                    )
+        for index in function.gradients:
+            ref = call.reads[index]
+            if ref.kind != "parameter":
+                continue
+            if ref.name not in self.program.unit_of:
+                self._parameter(ref.name)
+            unit = self.program.unit_of[ref.name]
+            other = self.accumulated.get(unit.number)
+            if other is not None and other[0] != mb and unit.shard in ("zero2", "zero3"):
+                raise self.fail(
+                    f"unit {unit.number} ({unit.shard}) still holds the gradients of micro-batch {other[0]} from line {other[1]}",
+                    f"put REDUCE unit {unit.number} mb {other[0]} before",
+                )
+            self.accumulated[unit.number] = (mb, self.index)
+
+    def _prologue(self, instruction: Instruction) -> None:
+        call, _ = self._call(instruction)
+        for ref in call.reads:
+            self._read(ref, None)
+        self.prologue.update(call.writes)
+
+    def _drop(self, instruction: Instruction) -> None:
+        if instruction.mb is not None:
+            self._give_up(instruction.drops, instruction.mb)
+            return
+        for name in instruction.drops:
+            self._read(Ref("prologue", name), None)
+            self.prologue.discard(name)
+
+    def _refresh(self, instruction: Instruction) -> None:
+        unit = self.program.unit_numbered[instruction.unit or 0]
+        if unit.shard not in ("zero1", "zero2"):
+            raise self.fail(f"unit {unit.number} is {unit.shard}; only zero1 and zero2 units keep a whole buffer to refresh", "remove the line")
+        self.whole.add(unit.number)
+
+    def _gather(self, instruction: Instruction) -> None:
+        unit = self.program.unit_numbered[instruction.unit or 0]
+        if unit.shard != "zero3":
+            raise self.fail(f"unit {unit.number} is {unit.shard}; only zero3 units are gathered", "write REFRESH, or nothing for shard none")
+        if unit.number in self.whole:
+            raise self.fail(f"unit {unit.number} is gathered already", "remove the line, or FREE it before")
+        self.whole.add(unit.number)
+
+    def _free(self, instruction: Instruction) -> None:
+        unit = self.program.unit_numbered[instruction.unit or 0]
+        if unit.shard != "zero3" or unit.number not in self.whole:
+            raise self.fail(f"unit {unit.number} is not gathered here", "FREE follows the last use after a GATHER")
+        self.whole.discard(unit.number)
+
+    def _reduce(self, instruction: Instruction) -> None:
+        number = instruction.unit or 0
+        if number not in self.accumulated:
+            raise self.fail(f"unit {number} has no gradient to sum here", "remove the line, or put it after the BACKWARDs of its parameters")
+        mb, line = self.accumulated.pop(number)
+        if instruction.mb is not None and instruction.mb != mb:
+            raise self.fail(f"the gradients of unit {number} come from micro-batch {mb} (line {line}), not {instruction.mb}", f"write mb {mb}")
+
+    def _loss(self, instruction: Instruction) -> None:
+        if self.program.loss is None:
+            raise self.fail("LOSS stands in a program that names no loss value", "set Program.loss, or remove the line")
+        for mb in range(len(self.program.rows)):
+            self._give_up((self.program.loss,), mb)
+
+    def _commit(self, instruction: Instruction) -> None:
+        mb = len(self.program.rows) - 1
+        for _, ref in self.program.buffers:
+            self._read(ref, mb)
+        self._give_up(tuple(dict.fromkeys(ref.name for _, ref in self.program.buffers if ref.kind == "value")), mb)
+
+    def _output(self, instruction: Instruction) -> None:
+        if self.program.mode != "forward":
+            raise self.fail("OUTPUT stands in a step program, which returns its loss alone", "remove the line")
+        names = dict.fromkeys(ref.name for ref, _ in self.program.outputs if ref.kind == "value")
+        for ref, _ in self.program.outputs:
+            if ref.kind not in ("value", "literal", "input"):
+                self._read(ref, 0)
+        for mb in range(len(self.program.rows)):
+            self._give_up(tuple(names), mb)
+
+    def _between(self) -> None:
+        """What a program must have done by the end of its instructions."""
+        needed = {"LOSS"} if self.program.mode == "step" else {"OUTPUT"}
+        if self.program.buffers:
+            needed.add("COMMIT")
+        if missing := needed - self.seen:
+            raise self.fail(f"the program has no {' and no '.join(sorted(missing))}", "add it")
+
+    def _end(self) -> None:
+        if self.saved:
+            (block, mb), line = next(iter(self.saved.items()))
+            what = f"block {block} saved values of micro-batch {mb} at line {line} that no BACKWARD uses"
+            raise self.fail(what, f"add BACKWARD block {block} mb {mb}")
+        if self.accumulated:
+            number, (mb, line) = next(iter(self.accumulated.items()))
+            raise self.fail(f"the gradients of unit {number} from line {line} are never summed", f"add REDUCE unit {number}")
+        for number in self.whole:
+            if self.program.unit_numbered[number].shard == "zero3":
+                raise self.fail(f"unit {number} is still gathered at the end", f"add FREE unit {number}")
+
+
+def _check_ranks(programs: Sequence[Program]) -> None:
+    first = programs[0]
+    ranks = [program.rank for program in programs]
+    if len(set(ranks)) != len(ranks) or not all(0 <= rank < first.ranks for rank in ranks):
+        raise ProgramError(f"the programs are those of ranks {ranks} of {first.ranks}; give each rank one program")
+    for program in programs:
+        for field in ("mode", "training", "ranks", "axis", "total", "share", "keyed", "loss", "units", "outputs", "output_placements", "buffers"):
+            if getattr(program, field) != getattr(first, field):
+                raise ProgramError(
+                    f"rank {program.rank} has {field} {getattr(program, field)!r}, rank {first.rank} has {getattr(first, field)!r}; "
+                    "ranks of one axis must be lowered from one plan"
+                )
+        if program.total is None:
+            continue
+        counts = spread(program.total, program.ranks)
+        if program.whole_rows != counts[program.rank] or program.whole_start != sum(counts[: program.rank]):
+            raise ProgramError(
+                f"rank {program.rank} takes {program.whole_rows} rows from {program.whole_start}; of {program.total} rows over {program.ranks} ranks "
+                f"its share is {counts[program.rank]} from {sum(counts[: program.rank])}"
+            )
+        starts = [program.whole_start + sum(program.rows[:mb]) for mb in range(len(program.rows))]
+        if sum(program.rows) != program.whole_rows or list(program.starts) != starts:
+            raise ProgramError(
+                f"rank {program.rank} cuts its {program.whole_rows} rows into micro-batches of {list(program.rows)} from {list(program.starts)}; "
+                f"they must follow each other and add up: {starts}"
+            )
+
+
+def _communications(program: Program) -> list[tuple[str, int]]:
+    """(what, line) of everything that talks to other ranks, blocks with collectives inside included."""
+    talking = {name for name, function in program.functions.items() if _INSIDE.search(function.source)}
+    result = []
+    for line, instruction in enumerate((*program.instructions, *program.after)):
+        inside = instruction.block is not None and program.call_of[instruction.block].function in talking
+        if inside or (instruction.op in COLLECTIVES and program.ranks > 1):
+            result.append((instruction_text(instruction), line))
+    return result
+
+
+def _check_order(programs: Sequence[Program]) -> None:
+    first = programs[0]
+    expected = _communications(first)
+    sources = {name: function.source for name, function in first.functions.items()}
+    for program in programs[1:]:
+        if {name: function.source for name, function in program.functions.items()} != sources:
+            raise ProgramError(
+                f"ranks {first.rank} and {program.rank} hold different functions; rows must be arguments of one function, not constants of two"
+            )
+        found = _communications(program)
+        for position in range(max(len(expected), len(found))):
+            left = expected[position] if position < len(expected) else None
+            right = found[position] if position < len(found) else None
+            if left is not None and right is not None and left[0] == right[0]:
+                continue
+            sides = []
+            for each, side in ((first, left), (program, right)):
+                lines = (*each.instructions, *each.after)
+                sides.append(f"rank {each.rank}:\n" + ("    … no collective any more" if side is None else _excerpt(lines, side[1])))
+            raise ProgramError(
+                f"ranks {first.rank} and {program.rank} would wait for each other forever: their collective {position} differs; "
+                "put the same collectives in the same order on both\n" + "\n".join(sides)
+            )

@@ -1,0 +1,273 @@
+"""Runs a rank program on tensors: the `Machine` of the player whose values are torch tensors.
+
+Everything runs under no_grad; gradients come from BACKWARD instructions alone. Communication is issued where it stands in the program and
+awaited by whoever needs it (`UnitStore.whole`, `UnitStore.finish`, the end of the step for the loss).
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from partitioner.errors import NonFiniteError, ProgramError
+from partitioner.runtime.inputs import join, narrow
+from partitioner.runtime.player import Player
+from partitioner.runtime.program import Function, Instruction, Program, Ref, Slice, Unit
+from partitioner.runtime.wire import Handle, all_reduce
+
+EAGER_KEY = -1
+_ODD = 0x9E3779B97F4A7C15
+
+
+def mix(*numbers: int) -> int:
+    """One 62-bit number from several (a multiply-xorshift hash); never EAGER_KEY."""
+    state = 0
+    for number in numbers:
+        state = ((state ^ (number & 0xFFFFFFFFFFFFFFFF)) * _ODD + 0x632BE59BD9B4E019) & 0xFFFFFFFFFFFFFFFF
+        state ^= state >> 29
+    return state >> 2
+
+
+class Store(Protocol):
+    """What a program asks of the parameters (`parameters.UnitStore`)."""
+
+    def whole(self, name: str) -> Tensor: ...
+
+    def refresh(self, unit: Unit) -> None: ...
+
+    def gather(self, unit: Unit) -> None: ...
+
+    def free(self, unit: Unit) -> None: ...
+
+    def accumulate(self, name: str, gradient: Tensor) -> None: ...
+
+    def reduce(self, unit: Unit, last: bool) -> None: ...
+
+    def finish(self) -> None: ...
+
+
+class TensorMachine:
+    """The player's machine on tensors. `seed` is this step's random seed, the same on every rank; None: nothing draws by key."""
+
+    def __init__(
+        self, program: Program, module: nn.Module, store: Store, leaves: Mapping[str, Any], group: dist.ProcessGroup | None, seed: int | None
+    ) -> None:
+        self.program = program
+        self.module = module
+        self.store = store
+        self.leaves = leaves
+        self.group = group
+        self.seed = seed
+        self.cuts = {cut.name: cut for cut in program.inputs}
+        self.total_loss: Tensor | None = None
+        self._loss_handle: Handle | None = None
+
+    def begin(self, instruction: Instruction) -> None:
+        pass
+
+    def end(self, instruction: Instruction) -> None:
+        pass
+
+    def read(self, ref: Ref, number: int, mb: int | None) -> Any:
+        program = self.program
+        match ref.kind:
+            case "parameter":
+                return self.store.whole(ref.name)
+            case "buffer":
+                return self.module.get_buffer(ref.name)
+            case "constant":
+                return program.constants[ref.name]
+            case "input":
+                if mb is None:
+                    return narrow(self.leaves[ref.name], self.cuts[ref.name], program.whole_start, program.whole_rows, program.total)
+                return narrow(self.leaves[ref.name], self.cuts[ref.name], program.starts[mb], program.rows[mb], program.total)
+            case "scalar":
+                return self._scalar(ref.name, number, mb)
+        raise ProgramError(f"a block reads {ref.name!r} of kind {ref.kind!r}, which no rank can provide")
+
+    def _scalar(self, name: str, number: int, mb: int | None) -> int | float:
+        program = self.program
+        match name:
+            case "rows":
+                return program.whole_rows if mb is None else program.rows[mb]
+            case "start":
+                return program.whole_start if mb is None else program.starts[mb]
+            case "share":
+                return program.share * len(program.rows) if mb is None else program.share
+            case "key_local":
+                return EAGER_KEY if self.seed is None else mix(self.seed, number, 0 if mb is None else mb + 1, program.rank + 1)
+            case "key_shared":
+                return EAGER_KEY if self.seed is None else mix(self.seed, number, 0, 0)
+        raise ProgramError(f"a block reads the scalar {name!r}; known are rows, start, share, key_local, key_shared")
+
+    def forward(self, function: Function, arguments: list[Any], rows: int) -> list[Tensor]:
+        return list(function.forward(arguments))
+
+    def backward(self, function: Function, arguments: list[Any], rows: int) -> list[Tensor]:
+        if function.backward is None:
+            raise ProgramError(f"function {function.name} has no backward")
+        return list(function.backward(arguments))
+
+    def like(self, value: Tensor) -> tuple[torch.Size, torch.dtype, torch.device]:
+        return value.shape, value.dtype, value.device
+
+    def fill(self, like: Any, number: float) -> Tensor:
+        shape, dtype, device = like
+        return torch.full(shape, number, dtype=dtype, device=device)
+
+    def add(self, one: Tensor, other: Tensor) -> Tensor:
+        return one + other
+
+    def accumulate(self, name: str, gradient: Tensor) -> None:
+        self.store.accumulate(name, gradient)
+
+    def unit(self, op: str, unit: Unit, last: bool) -> None:
+        match op:
+            case "REFRESH":
+                self.store.refresh(unit)
+            case "GATHER":
+                self.store.gather(unit)
+            case "FREE":
+                self.store.free(unit)
+            case _:
+                self.store.reduce(unit, last)
+
+    def loss(self, values: list[Tensor]) -> None:
+        self.total_loss = _sum(values)
+        if self.group is not None:
+            self._loss_handle = all_reduce(self.total_loss, self.group, "the loss")
+
+    def commit(self, changes: list[tuple[str, Ref, Tensor]]) -> None:
+        # A buffer may become another buffer's old value: take those aside before anything changes.
+        ready = [(name, value.clone() if ref.kind == "buffer" else value) for name, ref, value in changes]
+        for name, value in ready:
+            self.module.get_buffer(name).copy_(value)
+
+    def output(self, ref: Ref, cut: Slice, placement: str, values: list[Tensor]) -> Any:
+        program = self.program
+        match ref.kind:
+            case "literal":
+                return program.literals[ref.name]
+            case "input":
+                return self.leaves[ref.name]
+            case "value" | "prologue":
+                if placement == "shard" and program.total is not None:
+                    rows = program.rows if ref.kind == "value" else (program.whole_rows,)
+                    if len(values) == program.ranks == 1:
+                        return values[0].clone() if program.keeps else values[0]
+                    return join(values, cut, rows, program.total, program.ranks, self.group)
+                if placement == "partial":
+                    total = _sum(values)
+                    if self.group is not None:
+                        all_reduce(total, self.group, f"output {cut.name}").wait()
+                    return total
+                # A saved value may be the same tensor: what the user does to the output must not reach backward.
+                return values[-1].clone() if program.keeps else values[-1]
+            case _:
+                return self.read(ref, -1, 0).clone()
+
+    def finish(self) -> None:
+        self.store.finish()
+        if self._loss_handle is not None:
+            self._loss_handle.wait()
+            self._loss_handle = None
+
+
+def _sum(values: list[Tensor]) -> Tensor:
+    """A new contiguous tensor: a value may be saved for backward, so it is not summed into."""
+    total = values[0].clone(memory_format=torch.contiguous_format)
+    for value in values[1:]:
+        total.add_(value)
+    return total
+
+
+class Run:
+    """One forward whose backward may still come. `outputs`: one per leaf of the user's output."""
+
+    def __init__(self, player: Player[Tensor]) -> None:
+        self._player: Player[Tensor] | None = player
+        self.program = player.program
+        self.outputs: list[Any] = player.outputs
+        if not self.program.keeps:
+            self.close()
+
+    def close(self) -> None:
+        """Forget the saved values."""
+        self._player = None
+
+    def backward(self, gradients: Sequence[Tensor | None]) -> None:
+        """Play `after` with the gradients of the outputs (None where none came); parameter gradients are in `.grad` afterwards.
+
+        Gradients come back replicated: a sharded output's is sliced, a Partial's passed as it is, a replicated one's multiplied by
+        `share`, so that over ranks and micro-batches each is counted once.
+        """
+        player, program = self._player, self.program
+        if player is None:
+            raise RuntimeError("backward ran through this output already and its saved values are gone; call the model again before another")
+        self.close()
+        with torch.no_grad():
+            for (ref, cut), placement, gradient in zip(program.outputs, program.output_placements, gradients, strict=True):
+                if gradient is None or ref.kind != "value" or ref.name not in program.differentiable:
+                    continue
+                for mb, (start, rows) in enumerate(zip(program.starts, program.rows, strict=True)):
+                    if placement == "shard":
+                        piece = narrow(gradient, cut, start, rows, program.total).contiguous()
+                    elif placement == "partial":
+                        piece = gradient.contiguous()
+                    else:
+                        piece = gradient.contiguous() * program.share
+                    player.arrive(ref.name, mb, piece)
+            player.play(program.after)
+            player.finish()
+
+
+class Executor:
+    """Runs one program again and again. `module` holds the buffers, `store` the parameters; `group` is None on one rank."""
+
+    def __init__(self, program: Program, module: nn.Module, store: Store, group: dist.ProcessGroup | None, device: torch.device) -> None:
+        self.program = program
+        self.module = module
+        self.store = store
+        self.group = group
+        self.device = device
+
+    def _player(self, leaves: Mapping[str, Any]) -> tuple[Player[Tensor], TensorMachine]:
+        seed = self._seed() if self.program.draws and self.program.keyed else None
+        machine = TensorMachine(self.program, self.module, self.store, leaves, self.group, seed)
+        return Player[Tensor](self.program, machine), machine
+
+    def _seed(self) -> int:
+        """This step's seed: drawn from torch's default generator on every rank (their generators stay in step), rank 0's counts."""
+        drawn = torch.randint(2**62, (), dtype=torch.int64).to(self.device)
+        if self.group is not None:
+            dist.broadcast(drawn, group=self.group, group_src=0)
+        return int(drawn.item())
+
+    def step(self, leaves: Mapping[str, Any]) -> Tensor:
+        """Forward and backward of the global batch; returns its loss, the same on every rank; gradients are in `.grad`.
+
+        Raises NonFiniteError on every rank together (the summed loss is the same everywhere).
+        """
+        with torch.no_grad():
+            player, machine = self._player(leaves)
+            player.play(self.program.instructions)
+            player.finish()
+            loss = machine.total_loss
+        if loss is None:
+            raise ProgramError("a step program must contain LOSS; this one has none")
+        if not math.isfinite(loss.item()):
+            raise NonFiniteError(
+                f"the loss of this batch is {loss.item()}: no gradient of it can be used. Lower the learning rate, clip gradients, or look for "
+                "empty targets; the parameters are unchanged"
+            )
+        return loss
+
+    def forward(self, leaves: Mapping[str, Any]) -> Run:
+        """Forward of the global batch; outputs are whole on every rank."""
+        with torch.no_grad():
+            player, _ = self._player(leaves)
+            player.play(self.program.instructions)
+            return Run(player)

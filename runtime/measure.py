@@ -1,0 +1,102 @@
+"""Measures the peak of a rank's tensor bytes over the first steps, then costs nothing."""
+
+import weakref
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+
+from partitioner.errors import PartitionerError
+from partitioner.runtime.memory import Tracker
+
+MEASURED_STEPS = 2
+"""The first step makes the optimizer's state, the second is like all others."""
+
+
+class Measured:
+    """What a rank was seen to use. `resident()` yields the tensors that exist before the first step; `owns(optimizer)` tells whether it is ours."""
+
+    def __init__(self, resident: Callable[[], Iterable[Tensor]], owns: Callable[[Optimizer], bool]) -> None:
+        self._resident = resident
+        self._owns = owns
+        self._tracker: Tracker | None = None
+        self._peak: int | None = None
+        self._steps = 0
+        self._in_optimizer = False
+        self._hooks: list[Any] = []
+
+    @property
+    def peak_bytes(self) -> int:
+        """Most tensor bytes alive at once on this rank during the first two steps, optimizer.step included. Raises before the first."""
+        if self._tracker is not None:
+            self._peak = self._tracker.peak_bytes
+        if self._peak is None:
+            raise PartitionerError("no peak has been measured yet; call train_step first (the first two steps are measured)")
+        return self._peak
+
+    @contextmanager
+    def step(self, inputs: Iterable[Tensor]) -> Iterator[None]:
+        """Around one train_step."""
+        self._leave_optimizer()
+        if self._steps == MEASURED_STEPS:
+            self.stop()
+        self._steps += 1
+        if self._steps == 1:
+            self._start()
+        with self.watch():
+            if self._tracker is not None:
+                for tensor in inputs:
+                    self._tracker.track(tensor)
+            yield
+
+    @contextmanager
+    def watch(self) -> Iterator[None]:
+        """Around anything else that belongs to a step."""
+        if self._tracker is None:
+            yield
+        else:
+            with self._tracker:
+                yield
+
+    def stop(self) -> None:
+        """Keep the figure, drop the tracker and the hooks."""
+        if self._tracker is not None:
+            self._peak = self._tracker.peak_bytes
+            self._tracker = None
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks.clear()
+
+    def _start(self) -> None:
+        self._tracker = Tracker()
+        for tensor in self._resident():
+            self._tracker.track(local(tensor))
+        me = weakref.ref(self)
+
+        def before(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+            if (measured := me()) is not None and measured._tracker is not None and measured._owns(optimizer):
+                measured._leave_optimizer()
+                measured._tracker.__enter__()
+                measured._in_optimizer = True
+
+        def after(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+            if (measured := me()) is not None and measured._in_optimizer and measured._owns(optimizer):
+                measured._leave_optimizer()
+                if measured._steps == MEASURED_STEPS:
+                    measured.stop()
+
+        self._hooks = [register_optimizer_step_pre_hook(before), register_optimizer_step_post_hook(after)]
+
+    def _leave_optimizer(self) -> None:
+        if self._in_optimizer and self._tracker is not None:
+            self._in_optimizer = False
+            self._tracker.__exit__(None, None, None)
+
+
+def local(tensor: Tensor) -> Tensor:
+    """The tensor that this rank really holds."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor

@@ -1,0 +1,225 @@
+"""ParallelModule: the user's model, trained on many ranks, under the user's own names.
+
+It shares the user's module's dictionaries of children, parameters and buffers instead of holding the module as a child: names carry no prefix,
+`parallel.layers[0]` is the user's layer, and `parallel.parameters()` are the placed ones.
+"""
+
+from collections.abc import Callable, Hashable, Iterable, Mapping
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.utils._pytree import TreeSpec, tree_unflatten
+
+from partitioner.errors import PartitionerError, ProgramError
+from partitioner.runtime.bridge import attach
+from partitioner.runtime.executor import Executor, Store
+from partitioner.runtime.inputs import Expected
+from partitioner.runtime.measure import Measured
+from partitioner.runtime.program import Mode, Program, Request
+
+
+class _Absent:
+    """The targets of a call that has none (None may be a target)."""
+
+    def __repr__(self) -> str:
+        return "<absent>"
+
+
+ABSENT: Any = _Absent()
+
+
+class ModuleStore(Store, Protocol):
+    """What the module asks of the parameters besides what programs do."""
+
+    def mark_stale(self) -> None: ...
+
+    def full_state(self) -> dict[str, Tensor]: ...
+
+    def load_full_state(self, state: Mapping[str, Tensor]) -> None: ...
+
+    def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> Tensor: ...
+
+
+Lower = Callable[[Request], Program]
+Flatten = Callable[[tuple[Any, ...], dict[str, Any], bool, Any], tuple[list[tuple[str, Any]], TreeSpec]]
+
+
+class ParallelModule(nn.Module):
+    """Trains `module` with the mathematics of one process. Made by `auto_parallelize`.
+
+    store: the placed parameters (it has taken over module's). lower: makes a program for new shapes or another mode. flatten: turns a call
+    into leaves with paths. expected: the leaves the model was planned with, which later calls must equal but for shapes; without it the
+    first call of each mode sets them.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        store: ModuleStore,
+        lower: Lower,
+        plan: Any,
+        *,
+        rank: int,
+        ranks: int,
+        group: dist.ProcessGroup | None,
+        device: torch.device,
+        flatten: Flatten,
+        expected: Mapping[str, Any] | None = None,
+    ) -> None:
+        super().__init__()
+        own = self.__dict__
+        own["_user"] = module  # past nn.Module.__setattr__, which would make it a child
+        for shared in ("_parameters", "_buffers", "_modules", "_non_persistent_buffers_set"):
+            own[shared] = module.__dict__[shared]
+        own["training"] = module.training
+        own["plan"] = plan
+        own["_store"], own["_lower"], own["_flatten"] = store, lower, flatten
+        own["_rank"], own["_ranks"], own["_group"], own["_device"] = rank, ranks, group, device
+        own["_expected"] = {}
+        own["_executors"] = {}
+        if expected is not None:
+            own["_expected"]["step"] = Expected.of(expected)
+            own["_expected"]["forward"] = Expected.of(_without_targets(expected))
+        own["measured"] = Measured(self._resident, self._owns)
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            user = self.__dict__.get("_user")
+            if user is None:
+                raise
+            return getattr(user, name)
+
+    # Training
+
+    def train_step(self, *args: Any, targets: Any = ABSENT, **kwargs: Any) -> Tensor:
+        """Forward and backward of the global batch, given whole on every rank; returns its loss, gradients are in `.grad`.
+
+        Raises InputError for inputs of another structure or dtype than planned, NonFiniteError for a loss that is not finite.
+        """
+        leaves = self._leaves("step", args, kwargs, targets)
+        executor = self._executor("step", leaves, grad=True)
+        with self.measured.step(leaf for leaf in leaves.values() if isinstance(leaf, Tensor)):
+            try:
+                return executor.step(leaves)
+            finally:
+                self._store.mark_stale()  # optimizer.step comes next
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """The model's own output for the global batch, whole on every rank; `loss.backward()` on it fills `.grad`."""
+        leaves = self._leaves("forward", args, kwargs, ABSENT)
+        grad = torch.is_grad_enabled() and any(parameter.requires_grad for parameter in self.parameters())
+        executor = self._executor("forward", leaves, grad)
+        run = executor.forward(leaves)
+        return tree_unflatten(attach(run, self._store.mark_stale), executor.program.out_spec)
+
+    def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
+        """Scale all gradients so that their norm over all ranks is at most `max_norm`; returns the norm before, the same on every rank."""
+        with self.measured.watch():
+            norm: Tensor = self._store.clip_grad_norm_(max_norm, norm_type)
+        return norm
+
+    def train(self, mode: bool = True) -> "ParallelModule":
+        """Training or evaluation, each with a program of its own, made at first use."""
+        self._user.train(mode)
+        self.__dict__["training"] = mode
+        return self
+
+    # State
+
+    def full_state_dict(self) -> dict[str, Any]:
+        """`state_dict()` of the unsharded model, whole tensors on every rank, aliases of tied parameters included. Collective."""
+        parameters = self._store.full_state()
+        first = {id(parameter): name for name, parameter in self._user.named_parameters()}
+        name_of = {alias: first[id(parameter)] for alias, parameter in self._user.named_parameters(remove_duplicate=False)}
+        state: dict[str, Any] = {}
+        for key, value in self._user.state_dict().items():
+            if key in parameters:
+                state[key] = parameters[key]
+            elif key in name_of:
+                state[key] = parameters[name_of[key]]
+            else:
+                state[key] = value.detach().clone() if isinstance(value, Tensor) else value
+        return state
+
+    def load_full_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Inverse of `full_state_dict`, from whole tensors on every rank. Raises PartitionerError for missing or unknown names."""
+        expected = set(self._user.state_dict())
+        if missing := expected - set(state):
+            raise PartitionerError(f"the state lacks {', '.join(sorted(missing))}; pass what full_state_dict() of the same model returned")
+        if unknown := set(state) - expected:
+            raise PartitionerError(f"the state has {', '.join(sorted(unknown))}, which this model has not; pass the state of the same model")
+        names = {name for name, _ in self._user.named_parameters()}
+        buffers = dict(self._user.named_buffers())
+        self._store.load_full_state({name: value for name, value in state.items() if name in names})
+        with torch.no_grad():
+            for name, value in state.items():
+                if name in buffers:
+                    buffers[name].copy_(value)
+        self._store.mark_stale()
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        """The user's module's own: parameters as they are placed, sharded ones as DTensors."""
+        return self._user.state_dict(*args, **kwargs)
+
+    def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
+        """Inverse of `state_dict` on the same placement; `load_full_state_dict` takes whole tensors."""
+        if assign:
+            raise PartitionerError("load_state_dict(assign=True) would replace the placed parameters; leave assign out")
+        result = self._user.load_state_dict(state_dict, strict)
+        self._store.mark_stale()
+        return result
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "ParallelModule":
+        raise PartitionerError(
+            "the parameters are placed as planned and cannot be moved or cast afterwards; "
+            "call .to(), .half() and the like on the model before auto_parallelize"
+        )
+
+    # Inside
+
+    def _leaves(self, mode: Mode, args: tuple[Any, ...], kwargs: dict[str, Any], targets: Any) -> dict[str, Any]:
+        """path -> leaf, checked, tensors on this rank's device."""
+        pairs, _ = self._flatten(args, kwargs, targets is not ABSENT, None if targets is ABSENT else targets)
+        leaves = dict(pairs)
+        if mode not in self._expected:
+            self._expected[mode] = Expected.of(leaves)
+        self._expected[mode].check(leaves)
+        return {path: leaf.to(self._device) if isinstance(leaf, Tensor) else leaf for path, leaf in leaves.items()}
+
+    def _executor(self, mode: Mode, leaves: Mapping[str, Any], grad: bool) -> Executor:
+        # Part of the key is every submodule's training flag: one that the user froze with .eval() runs as evaluation.
+        flags = tuple(module.training for module in self._user.modules())
+        key: Hashable = (mode, flags, grad, tuple(_shape_key(path, leaf) for path, leaf in leaves.items()))
+        executor: Executor | None = self._executors.get(key)
+        if executor is None:
+            program = self._lower(Request(mode=mode, training=self.training, leaves=leaves, grad=grad))
+            if (program.rank, program.ranks, program.mode) != (self._rank, self._ranks, mode):
+                raise ProgramError(
+                    f"rank {self._rank} of {self._ranks} asked for a {mode} program and got one for rank {program.rank} of {program.ranks}, "
+                    f"{program.mode}; lower the plan for this rank"
+                )
+            executor = self._executors[key] = Executor(program, self._user, self._store, self._group, self._device)
+        return executor
+
+    def _resident(self) -> Iterable[Tensor]:
+        yield from self._user.parameters()
+        yield from self._user.buffers()
+        for executor in self._executors.values():
+            yield from executor.program.constants.values()
+
+    def _owns(self, optimizer: Optimizer) -> bool:
+        mine = {id(parameter) for parameter in self._user.parameters()}
+        return any(id(parameter) in mine for group in optimizer.param_groups for parameter in group["params"])
+
+
+def _without_targets(leaves: Mapping[str, Any]) -> dict[str, Any]:
+    return {path: leaf for path, leaf in leaves.items() if not path.startswith("targets")}
+
+
+def _shape_key(path: str, leaf: Any) -> tuple[Any, ...]:
+    return (path, tuple(leaf.shape), leaf.dtype) if isinstance(leaf, Tensor) else (path, type(leaf), repr(leaf))

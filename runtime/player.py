@@ -1,0 +1,227 @@
+"""Plays a rank program on a machine. One player, two machines: tensors (executor) and storages (simulator).
+
+What is alive when is decided here, by Python's own references, and nowhere else; so the memory that the simulator counts is the memory that
+the executor uses.
+
+    values[(name, mb)]     what FORWARD wrote                      given up by drops, DROP, LOSS, COMMIT, OUTPUT
+    prologue[name]         what PROLOGUE wrote                     given up by a DROP without mb
+    stash[(block, mb)]     saved values, in the order of Function.saved; None where the value is fetched again     given up by BACKWARD
+    tangents[(name, mb)]   gradients of values, summed as they come                                                given up by BACKWARD
+"""
+
+from collections.abc import Sequence
+from typing import Any, Generic, Protocol, TypeVar
+
+from partitioner.errors import ProgramError
+from partitioner.runtime.program import Function, Instruction, Program, Ref, Slice, Unit
+from partitioner.runtime.text import instruction_text
+
+V = TypeVar("V")
+
+
+class Machine(Protocol[V]):
+    """What a player needs done. `mb` None means this rank's whole share of the batch (prologue)."""
+
+    def begin(self, instruction: Instruction) -> None: ...
+
+    def end(self, instruction: Instruction) -> None: ...
+
+    def read(self, ref: Ref, number: int, mb: int | None) -> Any:
+        """A block argument that no block wrote: parameter, buffer, constant, input or scalar."""
+
+    def forward(self, function: Function, arguments: list[Any], rows: int) -> list[V]: ...
+
+    def backward(self, function: Function, arguments: list[Any], rows: int) -> list[V]: ...
+
+    def like(self, value: V) -> Any:
+        """What `fill` needs to know of a value that may be gone by then."""
+
+    def fill(self, like: Any, number: float) -> V: ...
+
+    def add(self, one: V, other: V) -> V: ...
+
+    def accumulate(self, name: str, gradient: V) -> None: ...
+
+    def unit(self, op: str, unit: Unit, last: bool) -> None:
+        """REFRESH, GATHER, FREE or REDUCE (`last`: of this unit in this step)."""
+
+    def loss(self, values: list[V]) -> None: ...
+
+    def commit(self, changes: list[tuple[str, Ref, V]]) -> None: ...
+
+    def output(self, ref: Ref, cut: Slice, placement: str, values: list[V]) -> Any: ...
+
+    def finish(self) -> None: ...
+
+
+class Player(Generic[V]):
+    """One run of a program: `play(program.instructions)`, for a forward program `arrive` and `play(program.after)`, then `finish`."""
+
+    def __init__(self, program: Program, machine: Machine[V]) -> None:
+        self.program = program
+        self.machine = machine
+        self.values: dict[tuple[str, int], V] = {}
+        self.prologue: dict[str, V] = {}
+        self.stash: dict[tuple[int, int], list[Any]] = {}
+        self.tangents: dict[tuple[str, int], V] = {}
+        self.likes: dict[tuple[str, int], Any] = {}
+        self.outputs: list[Any] = []
+        self._accumulated: set[int] = set()
+
+    def play(self, instructions: Sequence[Instruction]) -> None:
+        """Run the instructions in order. An error keeps its type and gains a note naming rank, instruction and block."""
+        last = {instruction.unit: index for index, instruction in enumerate(instructions) if instruction.op == "REDUCE"}
+        for index, instruction in enumerate(instructions):
+            try:
+                self.machine.begin(instruction)
+                self._run(instruction, index == last.get(instruction.unit))
+                self.machine.end(instruction)
+            except Exception as error:
+                error.add_note(self.place(instruction))
+                raise
+
+    def place(self, instruction: Instruction) -> str:
+        """Where an instruction stands, for errors."""
+        label = "" if instruction.block is None else f" ({self.program.call_of[instruction.block].label})"
+        return f"on rank {self.program.rank} of {self.program.ranks}, at {instruction_text(instruction)}{label}"
+
+    def arrive(self, name: str, mb: int, gradient: V) -> None:
+        """A gradient of a value from outside the program."""
+        self._tangent(name, mb, gradient)
+
+    def finish(self) -> None:
+        """Give up whatever no instruction dropped, then let the machine await what is under way."""
+        for held in (self.values, self.prologue, self.stash, self.tangents, self.likes):
+            held.clear()
+        self.machine.finish()
+
+    def _run(self, instruction: Instruction, last: bool) -> None:
+        match instruction.op:
+            case "FORWARD":
+                self._forward(_number(instruction.block), _number(instruction.mb), instruction.drops)
+            case "BACKWARD":
+                self._backward(_number(instruction.block), _number(instruction.mb))
+            case "PROLOGUE":
+                self._prologue(_number(instruction.block))
+            case "DROP":
+                for name in instruction.drops:
+                    if instruction.mb is None:
+                        del self.prologue[name]
+                    else:
+                        del self.values[name, instruction.mb]
+            case "REFRESH" | "GATHER" | "FREE":
+                self.machine.unit(instruction.op, self.program.unit_numbered[_number(instruction.unit)], last)
+            case "REDUCE":
+                # Where no gradient arrived (a forward program whose output was not used) there is nothing to sum, on no rank.
+                number = _number(instruction.unit)
+                if number in self._accumulated:
+                    self._accumulated.discard(number)
+                    self.machine.unit("REDUCE", self.program.unit_numbered[number], last)
+            case "LOSS":
+                if self.program.loss is None:
+                    raise ProgramError("LOSS in a program that names no loss value")
+                self.machine.loss([self.values.pop((self.program.loss, mb)) for mb in range(len(self.program.rows))])
+            case "COMMIT":
+                self._commit()
+            case "OUTPUT":
+                self._output()
+            case _:
+                raise ProgramError(f"{instruction.op} is no instruction that a rank can play")
+
+    def _read(self, ref: Ref, number: int, mb: int | None) -> Any:
+        if ref.kind == "value" and mb is not None:
+            return self.values[ref.name, mb]
+        if ref.kind == "prologue":
+            return self.prologue[ref.name]
+        return self.machine.read(ref, number, mb)
+
+    def _forward(self, block: int, mb: int, drops: tuple[str, ...]) -> None:
+        call = self.program.call_of[block]
+        function = self.program.functions[call.function]
+        arguments = [self._read(ref, block, mb) for ref in call.reads]
+        for name in drops:
+            del self.values[name, mb]
+        keeps = self.program.keeps and function.backward is not None
+        saved: list[Any] = []
+        if keeps:
+            saved = [arguments[index] if kind == "read" and call.reads[index].kind == "value" else None for kind, index in function.saved]
+        results = self.machine.forward(function, arguments, self.program.rows[mb])
+        for name, result in zip(call.writes, results[: function.writes], strict=True):
+            self.values[name, mb] = result
+        if keeps:
+            for position, (kind, index) in enumerate(function.saved):
+                if kind == "own":
+                    saved[position] = results[function.writes + index]
+            self.stash[block, mb] = saved
+            for index in function.tangents:
+                self.likes[call.writes[index], mb] = self.machine.like(results[index])
+
+    def _backward(self, block: int, mb: int) -> None:
+        call = self.program.call_of[block]
+        function = self.program.functions[call.function]
+        arguments = self.stash.pop((block, mb))
+        names = [call.writes[index] for index in function.tangents]
+        if self.program.loss not in names and not any((name, mb) in self.tangents for name in names):
+            return  # nothing behind this block was used: its parameters keep the gradient they have, None included
+        for position, (kind, index) in enumerate(function.saved):
+            if kind == "read" and call.reads[index].kind != "value":
+                arguments[position] = self._read(call.reads[index], block, mb)
+        for name in names:
+            arguments.append(self._take_tangent(name, mb))
+        results = self.machine.backward(function, arguments, self.program.rows[mb])
+        results.reverse()
+        for index in function.gradients:
+            ref = call.reads[index]
+            if ref.kind == "parameter":
+                self._accumulated.add(self.program.unit_of[ref.name].number)
+                self.machine.accumulate(ref.name, results.pop())
+            elif ref.kind == "value":
+                self._tangent(ref.name, mb, results.pop())
+            else:
+                results.pop()
+
+    def _tangent(self, name: str, mb: int, gradient: V) -> None:
+        if (name, mb) in self.tangents:
+            gradient = self.machine.add(self.tangents.pop((name, mb)), gradient)
+        self.tangents[name, mb] = gradient
+
+    def _take_tangent(self, name: str, mb: int) -> V:
+        like = self.likes.pop((name, mb))
+        if name == self.program.loss:
+            self._tangent(name, mb, self.machine.fill(like, 1.0))
+        if (name, mb) in self.tangents:
+            return self.tangents.pop((name, mb))
+        return self.machine.fill(like, 0.0)
+
+    def _prologue(self, block: int) -> None:
+        call = self.program.call_of[block]
+        arguments = [self._read(ref, block, None) for ref in call.reads]
+        results = self.machine.forward(self.program.functions[call.function], arguments, self.program.whole_rows)
+        for name, result in zip(call.writes, results, strict=True):
+            self.prologue[name] = result
+
+    def _commit(self) -> None:
+        # All micro-batches read the old buffers; the last one's new values stay. Every new value is read before any buffer changes.
+        mb = len(self.program.rows) - 1
+        changes = [(name, ref, self._read(ref, -1, mb)) for name, ref in self.program.buffers]
+        for name in dict.fromkeys(ref.name for _, ref in self.program.buffers if ref.kind == "value"):
+            del self.values[name, mb]
+        self.machine.commit(changes)
+
+    def _output(self) -> None:
+        for (ref, cut), placement in zip(self.program.outputs, self.program.output_placements, strict=True):
+            values: list[V] = []
+            if ref.kind == "value":
+                values = [self.values[ref.name, mb] for mb in range(len(self.program.rows))]
+            elif ref.kind == "prologue":
+                values = [self.prologue[ref.name]]
+            self.outputs.append(self.machine.output(ref, cut, placement, values))
+        for name in dict.fromkeys(ref.name for ref, _ in self.program.outputs if ref.kind == "value"):
+            for mb in range(len(self.program.rows)):
+                del self.values[name, mb]
+
+
+def _number(value: int | None) -> int:
+    if value is None:
+        raise ProgramError("an instruction lacks its block, unit or micro-batch; check(programs) names the line")
+    return value

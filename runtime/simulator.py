@@ -1,0 +1,219 @@
+"""Plays a rank program without running it: step time by streams, memory to the byte.
+
+Memory: the same `Player` as the executor's decides what is alive; values are `Storage`s and functions are replayed from their footprints.
+Time: an instruction starts when its stream is free, everything computed before it in the program is done, and what it waits for has arrived:
+
+    compute  ──F0──────F1──┐waits──F2────
+    gather   ──G1────G2────┘                with overlap=False all streams are one
+
+Communication waits for the compute issued before it, because a collective reads what that compute wrote; compute waits for the gather of
+the parameters it reads; the end of the step waits for all.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from torch import Tensor
+
+from partitioner.errors import ProgramError
+from partitioner.runtime.inputs import narrow_copies
+from partitioner.runtime.player import Player
+from partitioner.runtime.program import Function, Instruction, Program, Ref, Replay, Slice, Unit
+from partitioner.runtime.replay import Compiled, Ledger, Storage, compile_replay
+from partitioner.runtime.text import instruction_text
+
+
+class Events(Protocol):
+    """What a unit's store allocates and frees (`unit_bytes.UnitBytes`)."""
+
+    def persistent(self) -> int: ...
+
+    def events(self, op: str) -> Sequence[tuple[str, str, int]]: ...
+
+
+@dataclass(frozen=True)
+class Simulation:
+    """What a rank does with its step.
+
+    events: (stream, instruction, start seconds, end seconds) of everything that takes time. memory: (instruction, peak bytes while it
+    runs, bytes after it) of every instruction and of the optimizer's step.
+    """
+
+    step_seconds: float
+    peak_bytes: int
+    events: tuple[tuple[str, str, float, float], ...]
+    memory: tuple[tuple[str, int, int], ...]
+
+    @property
+    def peak_at(self) -> str:
+        """The instruction during which memory is highest."""
+        return max(self.memory, key=lambda entry: entry[1])[0]
+
+
+def storage_bytes(tensors: Mapping[str, Tensor]) -> dict[str, int]:
+    """Bytes of each tensor's storage, a storage shared by several counted once (the others are 0). Fake and meta tensors will do."""
+    seen: set[Any] = set()
+    result = {}
+    for name, tensor in tensors.items():
+        storage = tensor.untyped_storage()
+        result[name] = 0 if storage._cdata in seen else storage.nbytes()
+        seen.add(storage._cdata)
+    return result
+
+
+class StorageMachine:
+    """The player's machine on storages, with a clock per stream."""
+
+    def __init__(self, program: Program, bytes_of: Mapping[str, int], unit_bytes: Mapping[int, Events], overlap: bool) -> None:
+        self.program = program
+        self.bytes_of = bytes_of
+        self.unit_bytes = unit_bytes
+        self.overlap = overlap
+        self.cuts = {cut.name: cut for cut in program.inputs}
+        self.ledger = Ledger()
+        self.clock: dict[str, float] = {"compute": 0.0}
+        self.ready: dict[int, float] = {}
+        self.awaited = 0.0
+        self.events: list[tuple[str, str, float, float]] = []
+        self.memory: list[tuple[str, int, int]] = []
+        self.total_loss: Storage | None = None
+        self._instruction: Instruction | None = None
+        self._state: dict[tuple[int, str], Storage] = {}
+        self._pending: set[str] = set()
+        self._reduced: list[int] = []
+        self._replays: dict[tuple[str, str, int], Compiled] = {}
+
+    # Time
+
+    def begin(self, instruction: Instruction) -> None:
+        self._instruction = instruction
+        self.awaited = 0.0
+        self.ledger.mark()
+
+    def end(self, instruction: Instruction) -> None:
+        stream = instruction.stream if self.overlap else "compute"
+        start = max(self.clock.get(stream, 0.0), self.clock["compute"], self.awaited)
+        end = start + instruction.seconds
+        self.clock[stream] = end
+        text = instruction_text(instruction)
+        if instruction.op in ("GATHER", "REFRESH") and instruction.unit is not None:
+            self.ready[instruction.unit] = end
+        if instruction.seconds:
+            self.events.append((instruction.stream, text, start, end))
+        self.note(text)
+
+    def note(self, text: str) -> None:
+        self.memory.append((text, self.ledger.recent, self.ledger.now))
+
+    # Memory
+
+    def read(self, ref: Ref, number: int, mb: int | None) -> Storage | None:
+        """Persistent storages are counted once at the start, so reading them is free; only a slice that has to be copied is new."""
+        if ref.kind == "parameter":
+            self.awaited = max(self.awaited, self.ready.get(self.program.unit_of[ref.name].number, 0.0))
+        if ref.kind == "input":
+            rows = self.program.whole_rows if mb is None else self.program.rows[mb]
+            if narrow_copies(self.cuts[ref.name], rows, self.program.total) and self.program.total:
+                return Storage(self.ledger, self.bytes_of[ref.name] * rows // self.program.total)
+        return None
+
+    def forward(self, function: Function, arguments: list[Any], rows: int) -> list[Storage]:
+        return self._compiled(function.name, "forward", function.forward_replay, rows).play(self.ledger, arguments)
+
+    def backward(self, function: Function, arguments: list[Any], rows: int) -> list[Storage]:
+        if function.backward_replay is None:
+            raise ProgramError(f"function {function.name} has no backward")
+        return self._compiled(function.name, "backward", function.backward_replay, rows).play(self.ledger, arguments)
+
+    def _compiled(self, name: str, half: str, replay: Replay, rows: int) -> Compiled:
+        key = (name, half, rows)
+        if key not in self._replays:
+            self._replays[key] = compile_replay(replay, rows)
+        return self._replays[key]
+
+    def like(self, value: Storage) -> int:
+        return value.bytes
+
+    def fill(self, like: Any, number: float) -> Storage:
+        return Storage(self.ledger, like)
+
+    def add(self, one: Storage, other: Storage) -> Storage:
+        return Storage(self.ledger, one.bytes)
+
+    def accumulate(self, name: str, gradient: Storage) -> None:
+        turn = "next" if name in self._pending else "first"
+        self._pending.add(name)
+        self._unit_events(self.program.unit_of[name].number, f"ACCUMULATE:{name}:{turn}")
+
+    def unit(self, op: str, unit: Unit, last: bool) -> None:
+        self._unit_events(unit.number, op)
+        if op == "REDUCE":
+            self._pending.difference_update(unit.parameters)
+            self._reduced.append(unit.number)
+
+    def _unit_events(self, number: int, op: str) -> None:
+        for kind, key, count in self.unit_bytes[number].events(op):
+            if kind == "make":
+                self._state[number, key] = Storage(self.ledger, count)
+            else:
+                self._state.pop((number, key), None)
+
+    def loss(self, values: list[Storage]) -> None:
+        self.total_loss = Storage(self.ledger, values[0].bytes)
+
+    def commit(self, changes: list[tuple[str, Ref, Storage]]) -> None:
+        copies = [Storage(self.ledger, self.bytes_of[ref.name]) for _, ref, _ in changes if ref.kind == "buffer"]
+        copies.clear()
+
+    def output(self, ref: Ref, cut: Slice, placement: str, values: list[Storage]) -> Storage | None:
+        if not values:
+            return None
+        program = self.program
+        mine = sum(value.bytes for value in values)
+        if placement == "shard" and program.total and program.whole_rows and len(values) * program.ranks > 1:
+            whole = mine * program.total // program.whole_rows
+            gathered = Storage(self.ledger, whole)
+            return Storage(self.ledger, gathered.bytes)
+        return Storage(self.ledger, values[-1].bytes) if program.keeps or placement == "partial" else values[-1]
+
+    def finish(self) -> None:
+        for number in dict.fromkeys(self._reduced):
+            self._unit_events(number, "FINISH")
+
+
+def simulate(
+    program: Program,
+    *,
+    bytes_of: Mapping[str, int],
+    unit_bytes: Mapping[int, Events],
+    optimizer_state_bytes: int = 0,
+    optimizer_temporary_bytes: int = 0,
+    overlap: bool = True,
+) -> Simulation:
+    """Play `program` as if its functions ran; seconds are those of its instructions.
+
+    bytes_of: storage bytes of every input leaf, buffer and constant (see `storage_bytes`); all count from the start, read or not.
+    unit_bytes: per unit number, what its store holds between steps and allocates when (`unit_bytes.UnitBytes`).
+    optimizer_state_bytes count throughout, optimizer_temporary_bytes during `optimizer.step`, which comes after the last instruction with
+    the gradients in place.
+    """
+    machine = StorageMachine(program, bytes_of, unit_bytes, overlap)
+    base = sum(bytes_of.values()) + sum(unit.persistent() for unit in unit_bytes.values()) + optimizer_state_bytes
+    machine.ledger.grow(base, base)
+    player = Player[Storage](program, machine)
+    player.play(program.instructions)
+    if program.after:
+        for (ref, _), value in zip(program.outputs, list(player.outputs), strict=True):
+            if ref.kind == "value" and ref.name in program.differentiable and value is not None:
+                for mb in range(len(program.rows)):
+                    player.arrive(ref.name, mb, Storage(machine.ledger, player.likes[ref.name, mb]))
+        player.play(program.after)
+    machine.ledger.mark()
+    player.finish()
+    machine.note("FINISH")
+    if program.mode == "step":
+        machine.ledger.mark()
+        machine.ledger.grow(optimizer_temporary_bytes, 0)
+        machine.note("optimizer.step")
+    return Simulation(max(machine.clock.values()), machine.ledger.peak, tuple(machine.events), tuple(machine.memory))
