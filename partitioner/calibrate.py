@@ -107,10 +107,16 @@ def _time_ring(ranks: int, device: torch.device, group: dist.ProcessGroup | None
     if ranks == 1:
         return _GUESSED_LINKS[device.type]
 
+    functional = torch.ops._c10d_functional  # the public name of this collective differs between versions of torch
+    name = (group or dist.group.WORLD).group_name  # type: ignore[union-attr]
+
     def gather(count: int) -> float:
         mine = torch.zeros(count, device=device)
-        whole = torch.empty(count * ranks, device=device)
-        return _fastest(lambda: dist.all_gather_into_tensor(whole, mine, group=group), device, repeats=5, before=lambda: dist.barrier(group))
+
+        def once() -> None:
+            functional.wait_tensor(functional.all_gather_into_tensor(mine, ranks, name))
+
+        return _fastest(once, device, repeats=5, before=lambda: dist.barrier(group))
 
     small, large = 64, 2**21 if device.type == "cpu" else 2**24
     quick, slow = gather(small), gather(large)

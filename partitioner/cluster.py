@@ -138,11 +138,9 @@ def _folder() -> Any:
 
 
 def _from_text(text: str) -> Cluster:
-    if text.endswith(".toml"):
-        return Cluster.load(text)
-    sized = re.fullmatch(r"(?:(\d{1,7})\s*[xX]\s*)?(\d{1,7})\s+(\S+)", text)
+    sized = re.fullmatch(r"(?:(\d{1,7})\s*[xX]\s*)?(\d{1,7})\s+(\S.*)", text)
     if sized is None:
-        return Cluster.preset(text)
+        return Cluster.load(text) if text.endswith(".toml") else Cluster.preset(text)
     nodes, devices, name = sized[1], int(sized[2]), sized[3]
     cluster = Cluster.load(name) if name.endswith(".toml") else Cluster.preset(name)
     if nodes is not None:
@@ -179,7 +177,8 @@ def problems(error: ValidationError) -> str:
     lines = []
     for item in error.errors(include_url=False)[:4]:
         place = ".".join(str(part)[:60] for part in item["loc"][:8]) or "the whole"
-        value = "" if item["type"] == "missing" or isinstance(item["input"], dict | list | BaseModel) else f" (found {_brief(item['input'])})"
+        told = item["type"] in ("missing", "json_invalid") or isinstance(item["input"], dict | list | BaseModel)
+        value = "" if told else f" (found {_brief(item['input'])})"
         lines.append(f"{place}: {item['msg'][:200]}{value}")
     more = error.error_count() - len(lines)
     return "; ".join(lines) + (f"; and {more} more" if more else "")

@@ -15,10 +15,11 @@ def read_text(path: Path, limit_bytes: int, error: type[PartitionerError], what:
     except (OSError, ValueError) as problem:
         reason = getattr(problem, "strerror", None) or problem
         raise error(f"the {what} {path} cannot be read ({reason}); give the path of an existing file") from None
+    status = os.fstat(descriptor)
+    if not stat.S_ISREG(status.st_mode):
+        os.close(descriptor)
+        raise error(f"{path} is no regular file, so it can be no {what}; give the path of a file")
     with open(descriptor, "rb") as file:
-        status = os.fstat(file.fileno())
-        if not stat.S_ISREG(status.st_mode):
-            raise error(f"{path} is no regular file, so it can be no {what}; give the path of a file")
         data = file.read(limit_bytes + 1)
     if len(data) > limit_bytes:
         raise error(f"{path} holds {max(status.st_size, len(data)):,} bytes; a {what} has at most {limit_bytes:,}")

@@ -6,9 +6,9 @@ attaches the lowered programs to the plan it made, so that `simulate` and `emit`
 
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Annotated, Any, Literal, Protocol
+from typing import Annotated, Any, Literal, Protocol, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field, PrivateAttr, model_validator
+from pydantic import AliasChoices, BaseModel, ConfigDict, Field, PrivateAttr, field_validator, model_validator
 
 from partitioner.cluster import Cluster
 from partitioner.errors import PlanError
@@ -19,11 +19,13 @@ Name = Annotated[str, Field(max_length=1000)]
 Count = Annotated[int, Field(ge=0, le=2**53)]  # what every JSON reader keeps exactly
 Seconds = Annotated[float, Field(ge=0, le=1e12, allow_inf_nan=False)]
 Shard = Literal["none", "zero1", "zero2", "zero3"]
+_T = TypeVar("_T")
+Many = Annotated[tuple[_T, ...], Field(fail_fast=True)]
 Scalar = bool | int | float | str | None
 
 
 class _Part(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, populate_by_name=True)
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
 
 
 class BatchLeaf(_Part):
@@ -39,7 +41,7 @@ class Batch(_Part):
     """The global batch of one step; rows None means that nothing is cut."""
 
     rows: Count | None
-    leaves: tuple[BatchLeaf, ...] = ()
+    leaves: Many[BatchLeaf] = ()
 
 
 class SavedSet(_Part):
@@ -48,7 +50,7 @@ class SavedSet(_Part):
     keepable counts the values that might be kept, keepable_bytes what all of them would take; recompute_seconds is the price of the rest.
     """
 
-    values: tuple[Name, ...]
+    values: Many[Name]
     bytes: Count = 0
     keepable: Count = 0
     keepable_bytes: Count = 0
@@ -68,7 +70,7 @@ class BlockPlan(_Part):
     """One block: where its parameters lie between steps, whether they stay gathered until backward, and what it saves."""
 
     label: Name
-    block_class: Name = Field(alias="class")
+    block_class: Name = Field(validation_alias=AliasChoices("block_class", "class"), serialization_alias="class")
     shard: Shard = "none"
     keep_gathered: bool = False
     saved: Name
@@ -95,7 +97,7 @@ class RankPrediction(_Part):
 class Predicted(_Part):
     """Step time and peak memory, per rank and over all ranks."""
 
-    runs: Annotated[tuple[RankPrediction, ...], Field(min_length=1)]
+    runs: Annotated[tuple[RankPrediction, ...], Field(min_length=1, fail_fast=True)]
 
     @staticmethod
     def of(ranks: Iterable[RankPrediction]) -> "Predicted":
@@ -161,18 +163,26 @@ class Plan(_Part):
     micro_batches: Annotated[int, Field(ge=1, le=1_000_000)] = 1
     batch: Batch
     classes: dict[Name, ClassPlan]
-    blocks: tuple[BlockPlan, ...]
+    blocks: Many[BlockPlan]
     optimizer: Name = "adamw"
     precision: Name = "fp32"
     training: bool = True
     memory_bytes: Count | None = None
     cluster: ClusterSummary
-    replicated: tuple[Replicated, ...] = ()
+    replicated: Many[Replicated] = ()
     predicted: Predicted
     bound_seconds: Seconds = 0.0
-    constraints: dict[Name, Scalar] = {}
+    constraints: dict[Name, Any] = {}
 
     _lowered: Lowered | None = PrivateAttr(default=None)
+
+    @field_validator("constraints")
+    @classmethod
+    def _plain(cls, constraints: dict[str, Any]) -> dict[str, Any]:
+        for name, value in constraints.items():
+            if not isinstance(value, Scalar) or (isinstance(value, str) and len(value) > 1000):
+                raise ValueError(f"{name[:80]!r} is no number, word or null")
+        return constraints
 
     @model_validator(mode="after")
     def _consistent(self) -> "Plan":
@@ -182,6 +192,8 @@ class Plan(_Part):
                 raise ValueError(f"{name} is of class {cls[:80]!r}, which `classes` does not have")
             if block.saved not in self.classes[cls].saved_sets:
                 raise ValueError(f"{name} uses saved set {block.saved[:80]!r}, which class {cls[:80]!r} does not have")
+        if self.ranks > 1_000_000:
+            raise ValueError(f"the mesh {self.mesh} has more than 1,000,000 ranks")
         ranks = sum(run.ranks for run in self.predicted.runs)
         if ranks != self.ranks:
             raise ValueError(f"the mesh {self.mesh} has {self.ranks} ranks but {ranks} are predicted")
