@@ -3,8 +3,8 @@
 Starting a process and importing torch costs seconds, a task on a living worker milliseconds. A task on n ranks runs on the first n workers. Each task
 sees the environment that torchrun would set (RANK, WORLD_SIZE, MASTER_ADDR, …) and, unless `group=False`, an initialised gloo group of its own.
 
-    test process ── TCPStore (one a task, in the place of torchrun's agent store)
-         │ pipe       ▲
+    test process ── TCPStore
+         │ pipe       ▲ one connection for life, one prefix a task (each new connection may cost a reverse name lookup of seconds)
          └─ worker 0 ─┘   worker 1 …   env → init_process_group → function(*args) → destroy_process_group
 
 What goes wrong reaches the test: the exception of the rank that failed first is raised with that rank's traceback, a rank that does not end in time
@@ -21,7 +21,6 @@ import multiprocessing.connection
 import os
 import pickle
 import signal
-import sys
 import tempfile
 import time
 import traceback
@@ -99,7 +98,7 @@ def _apply(filters: Sequence[tuple[Any, ...]]) -> None:
         warnings.filterwarnings(action, category=category, lineno=line, append=True, **patterns)
 
 
-def _perform(rank: int, job: dict[str, Any]) -> tuple[str, Any]:
+def _perform(rank: int, job: dict[str, Any], store: dist.Store) -> tuple[str, Any]:
     """Run one task as rank `rank` with the environment of torchrun; ("done", packed result) or ("failed", Failure)."""
     environment = {
         "RANK": rank,
@@ -118,7 +117,8 @@ def _perform(rank: int, job: dict[str, Any]) -> tuple[str, Any]:
             _apply(job["filters"])
             torch.manual_seed(0)
             if job["group"]:
-                dist.init_process_group("gloo")
+                own = dist.PrefixStore(f"task {job['number']}", store)
+                dist.init_process_group("gloo", store=own, rank=rank, world_size=job["ranks"])
             return "done", _pack(_resolve(job["task"])(*job["args"]))
     except BaseException as error:  # noted before the group is destroyed, which makes the other ranks fail too
         return "failed", Failure(rank, time.monotonic(), _portable(error), traceback.format_exc())
@@ -129,9 +129,10 @@ def _perform(rank: int, job: dict[str, Any]) -> tuple[str, Any]:
             os.environ.pop(name, None)
 
 
-def _serve(rank: int, pipe: Connection, stacks: str) -> None:
+def _serve(rank: int, pipe: Connection, stacks: str, port: int) -> None:
     """A worker's life: tasks in, results or failures out, until the pipe closes."""
     torch.set_num_threads(1)
+    store = dist.TCPStore("127.0.0.1", port, is_master=False)
     file = open(stacks, "w")  # noqa: SIM115  faulthandler writes to it for as long as the process lives
     faulthandler.register(signal.SIGUSR1, file=file, all_threads=True)
     while True:
@@ -144,9 +145,13 @@ def _serve(rank: int, pipe: Connection, stacks: str) -> None:
         except Exception as error:  # its module cannot be imported here
             reply: tuple[str, Any] = ("failed", Failure(rank, time.monotonic(), _portable(error), traceback.format_exc()))
         else:
-            reply = _perform(rank, job)
+            reply = _perform(rank, job, store)
         with contextlib.suppress(BrokenPipeError):
             pipe.send(reply)
+
+
+def _new_store() -> dist.TCPStore:
+    return dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
 
 
 class Pool:
@@ -156,21 +161,27 @@ class Pool:
         self.size = size
         self._workers: list[multiprocessing.process.BaseProcess] = []
         self._pipes: list[Connection] = []
+        self._number = 0
         self._store: dist.TCPStore | None = None
+        self._launch: dist.TCPStore | None = None
         self._folder = tempfile.TemporaryDirectory(prefix="ranks-")
 
     def run(self, ranks: int, task: Task, *args: Any, seconds: float = SECONDS, group: bool = True) -> list[Any]:
         """Run `task` on `ranks` ranks and return their results in rank order.
 
         `task` is a function that can be pickled (one at the top level of a module) or its address "module:function".
-        `group=False` leaves init_process_group to the task. Raises what the first failing rank raised, RankHung or RankDied.
+        `group=False` leaves init_process_group to the task, as under torchrun. Raises what the first failing rank raised, RankHung or RankDied.
         """
         if not 1 <= ranks <= self.size:
             raise ValueError(f"{ranks} ranks asked of a pool of {self.size}")
         self._start()
-        self._store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-        job = {"ranks": ranks, "task": task, "args": args, "group": group, "port": self._store.port, "filters": list(warnings.filters)}
-        data = _pack(job)
+        self._number += 1
+        if not group:
+            self._launch = _new_store()  # the place where the ranks meet must be empty
+        meeting = self._store if group else self._launch
+        assert meeting is not None
+        job = {"ranks": ranks, "task": task, "args": args, "group": group, "number": self._number, "port": meeting.port}
+        data = _pack({**job, "filters": list(warnings.filters)})
         for pipe in self._pipes[:ranks]:
             pipe.send_bytes(data)
         return self._collect(ranks, time.monotonic() + seconds, seconds)
@@ -183,7 +194,7 @@ class Pool:
             worker.join()
         for pipe in self._pipes:
             pipe.close()
-        self._workers, self._pipes, self._store = [], [], None
+        self._workers, self._pipes, self._store, self._launch = [], [], None, None
 
     @property
     def pids(self) -> list[int | None]:
@@ -193,13 +204,16 @@ class Pool:
         if self._workers and all(worker.is_alive() for worker in self._workers):
             return
         self.close()
+        self._store = _new_store()
         context = multiprocessing.get_context("spawn")
         before = os.environ.get("OMP_NUM_THREADS")
         os.environ["OMP_NUM_THREADS"] = "1"
         try:
             for rank in range(self.size):
                 here, there = context.Pipe()
-                worker = context.Process(target=_serve, args=(rank, there, str(self._stack(rank))), daemon=True, name=f"rank {rank}")
+                worker = context.Process(
+                    target=_serve, args=(rank, there, str(self._stack(rank)), self._store.port), daemon=True, name=f"rank {rank}"
+                )
                 worker.start()
                 there.close()
                 self._workers.append(worker)
@@ -272,6 +286,3 @@ _pool = Pool()
 run = _pool.run
 close = _pool.close
 atexit.register(_pool.close)
-
-if sys.platform == "win32":
-    raise ImportError("the rank pool needs POSIX signals; run the tests on Linux or macOS")
