@@ -56,8 +56,10 @@ class IntegerProgram:
 
     def minimise(self, objective: Mapping[int, float], *, start: Mapping[int, float] | None = None, seconds: float = INFINITY) -> Outcome:
         """Minimise. `start` gives the integer variables values to begin from; after `seconds` the best point so far is returned."""
-        highs = self._built()
         columns = len(self._lower)
+        if not columns:
+            return Outcome((), 0.0, 0.0)
+        highs = self._built()
         costs = np.zeros(columns)
         for column, cost in objective.items():
             costs[column] = cost
