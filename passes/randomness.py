@@ -28,6 +28,8 @@ def _draw(out: Tensor, kind: str, a: float, b: float, generator: torch.Generator
             return out.uniform_(a, b, generator=generator)
         case "normal":
             return out.normal_(a, b, generator=generator)
+        case "normal_serial":
+            return torch.stack((out, out), -1)[..., 0].normal_(a, b, generator=generator).contiguous()
         case "exponential":
             return out.exponential_(a, generator=generator)
         case "integer":
@@ -37,7 +39,10 @@ def _draw(out: Tensor, kind: str, a: float, b: float, generator: torch.Generator
 
 @torch.library.custom_op("partitioner::random", mutates_args=())
 def random(size: list[int], dtype: torch.dtype, device: torch.device, kind: str, a: float, b: float, key: int, index: int) -> Tensor:
-    """A tensor of independent draws: bernoulli(a), uniform(a, b), normal(a, b), exponential(a), integer(a, b)."""
+    """A tensor of independent draws: bernoulli(a), uniform(a, b), normal(a, b), exponential(a), integer(a, b).
+
+    Kind normal_serial is normal(a, b) as eager fills a tensor that is not contiguous, by another algorithm.
+    """
     generator = None
     if key != EAGER_KEY:
         generator = torch.Generator(device=device)
