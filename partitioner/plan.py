@@ -4,7 +4,7 @@ A plan names blocks, saved values and parameters; it holds no tensor and no code
 attaches the lowered programs to the plan it made, so that `simulate` and `emit` can reach them.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal, Protocol, TypeVar
 
@@ -218,6 +218,10 @@ class Plan(_Part):
 
     def __hash__(self) -> int:
         return hash((self.fingerprint, self.micro_batches, self.blocks))
+
+    def __reduce__(self) -> tuple[Callable[[str], "Plan"], tuple[str]]:
+        """A plan travels as its decisions; what the driver attached stays in its process."""
+        return Plan.from_json, (self.to_json(),)
 
     def __str__(self) -> str:
         from partitioner.report import report

@@ -2,6 +2,7 @@
 
 import copy
 import json
+import pickle
 import time
 from pathlib import Path
 from typing import Any
@@ -181,6 +182,9 @@ def test_simulate_and_emit_need_the_programs(tmp_path: Path) -> None:
     assert plan.simulate() == ("timeline",)
     assert (plan.emit(tmp_path / "out") / "program.txt").exists()
     assert plan == plan_of(), "what is attached is no decision"
+    travelled = pickle.loads(pickle.dumps(plan))
+    assert travelled == plan
+    assert travelled._lowered is None
 
 
 def test_a_plan_prints_on_one_screen() -> None:
