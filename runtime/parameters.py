@@ -1,0 +1,323 @@
+"""Who holds which part of a parameter, when it is whole, and how its gradient reaches `.grad`.
+
+    shard   storage between steps     parameter and .grad               gradients                        whole
+    none    whole                     plain                             all-reduced                      always
+    zero1   whole                     DTensor Shard(0), a slice of it   whole, reduce-scattered once     after `refresh`
+    zero2   whole                     DTensor Shard(0), a slice of it   reduce-scattered every `reduce`  after `refresh`
+    zero3   this rank's piece         DTensor Shard(0), the piece       reduce-scattered every `reduce`  between `gather` and `free`
+
+The mechanisms are elsewhere: layout in shards.py, buffers in units.py, gradients in reductions.py, the optimizer's step in optimizers.py. What all of
+them allocate is told beforehand, to the byte, by unit_bytes.py; change them together.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Shard
+
+from partitioner.errors import InputError, ProgramError
+from partitioner.runtime.clip import clip, norm_dtype, total_norm
+from partitioner.runtime.optimizers import register, retire
+from partitioner.runtime.program import Unit
+from partitioner.runtime.reductions import Reducer
+from partitioner.runtime.shards import Layout, Shapes, lay_out
+from partitioner.runtime.units import UnitBuffers, join
+
+
+def shapes_of(module: nn.Module) -> dict[str, tuple[tuple[int, ...], torch.dtype, bool]]:
+    """Shape, dtype and requires_grad of every parameter under each of its names."""
+    return {
+        name: (tuple(parameter.shape), parameter.dtype, parameter.requires_grad)
+        for name, parameter in module.named_parameters(remove_duplicate=False)
+    }
+
+
+class UnitStore:
+    """Takes over the parameters of `module`, in place: afterwards they are placed over `group` as their units say.
+
+    Names, ties (one Parameter object at all its places), requires_grad and attributes set on a parameter are kept. Parameters of no unit, 0-dim
+    and empty ones stay plain and replicated. Rank 0's values count: they are broadcast first, so that replicas start equal. Parameters on `meta` become zeros.
+    `device` is where storage is made; None: where each parameter is. `planned_optimizer` may be set to the name that memory was planned for.
+
+    Every method that communicates must be called by all ranks, in the same order.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        units: Sequence[Unit],
+        *,
+        ranks: int,
+        rank: int,
+        group: dist.ProcessGroup | None,
+        device: torch.device | None = None,
+        axis: str = "dp",
+    ) -> None:
+        if ranks > 1 and (group is None or group.size() != ranks):
+            raise ProgramError(
+                f"{ranks} ranks need a process group of that size, not {None if group is None else group.size()}; make one with launch.join"
+            )
+        self.module = module
+        self.ranks = ranks
+        self.rank = rank
+        self.group = group if ranks > 1 else None
+        self.planned_optimizer: str | None = None
+        self.units: dict[int, Unit] = {unit.number: unit for unit in units}
+        shapes = shapes_of(module)
+        self._layouts: dict[int, Layout] = {unit.number: lay_out(unit, shapes, ranks) for unit in units}
+        self._buffers: dict[int, UnitBuffers] = {}
+        self._unit_of: dict[str, int] = {}
+        self._canonical: dict[str, str] = {}  # every name -> the name its unit knows it under
+        self._parameters: dict[str, nn.Parameter] = {}  # every name -> parameter
+        self._mesh: DeviceMesh | None = None
+        self._axis = axis
+        self._assign()
+        self._take_over(device)
+        self._reducer = Reducer(self._layouts, rank, self.group)
+
+    # Whole parameters
+
+    def whole(self, name: str) -> Tensor:
+        """The whole parameter, detached, for a block to read. Awaits a gather or refresh under way; ProgramError where it is not there."""
+        name = self._known(name)
+        number = self._unit_of.get(name)
+        if number in self._buffers and name in self._buffers[number].pieces:
+            return self._buffers[number].whole(name)
+        return self._parameters[name].detach()
+
+    def refresh(self, unit: Unit) -> None:
+        """Issue the all-gather of what `optimizer.step` changed in a zero1 or zero2 unit; no-op where nothing is stale."""
+        if unit.number in self._buffers:
+            self._buffers[unit.number].refresh()
+
+    def gather(self, unit: Unit) -> None:
+        """Issue the all-gather of a zero3 unit; no-op where its parameters are there."""
+        if unit.number in self._buffers:
+            self._buffers[unit.number].gather()
+
+    def free(self, unit: Unit) -> None:
+        """Drop the gathered parameters of a zero3 unit."""
+        if unit.number in self._buffers:
+            self._buffers[unit.number].free()
+
+    def mark_stale(self) -> None:
+        """The shards changed: zero1 and zero2 units need a refresh before they are read. Called after every optimizer step."""
+        for buffers in self._buffers.values():
+            buffers.stale = buffers.persists and bool(buffers.layout.gathered.alone or buffers.layout.gathered.shared)
+
+    # Gradients
+
+    def accumulate(self, name: str, gradient: Tensor) -> None:
+        """Add a micro-batch's whole gradient. The first is kept, so it must own its storage; it is given up by the caller."""
+        name = self._known(name)
+        if name not in self._unit_of:
+            raise ProgramError(f"a gradient arrived for {name!r}, which is in no unit; the program belongs to another model")
+        self._reducer.accumulate(name, gradient)
+
+    def reduce(self, unit: Unit, last: bool) -> None:
+        """Issue the sum over the ranks of what the unit has accumulated. Units that reduce once a step (none, zero1) wait for `last`."""
+        if last or unit.shard in ("zero2", "zero3"):
+            self._reducer.reduce(unit.number)
+
+    def finish(self) -> None:
+        """Await all reductions and add the results to `.grad`, which stays None where none came."""
+        for name, gradient in self._reducer.finish().items():
+            parameter = self._parameters[name]
+            if isinstance(parameter, DTensor):
+                if parameter.grad is None:
+                    parameter.grad = _wrap(gradient, parameter._spec)
+                else:
+                    _local(parameter.grad).add_(gradient)
+            elif parameter.grad is None:
+                parameter.grad = gradient
+            else:
+                parameter.grad.add_(gradient)
+
+    def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
+        """Scale all gradients so that their norm, taken over all parameters and ranks, is at most max_norm; returns the norm before, 0-dim."""
+        shards: list[Tensor] = []
+        wholes: list[Tensor] = []
+        for parameter in self._unique().values():
+            if parameter.grad is not None:
+                (shards if isinstance(parameter.grad, DTensor) else wholes).append(_local(parameter.grad))
+        device = next((gradient.device for gradient in shards + wholes), torch.device("cpu"))
+        like = torch.zeros((), dtype=norm_dtype(shards + wholes), device=device)
+        norm = total_norm(shards, wholes, norm_type, self.group if shards else None, like)
+        clip(shards + wholes, max_norm, norm)
+        return norm
+
+    # State
+
+    @torch.no_grad()
+    def full_state(self) -> dict[str, Any]:
+        """Copies of all parameters, whole, and of the buffers, on every rank, under the keys of `module.state_dict()`; ties share a tensor."""
+        done: dict[int, Any] = {}
+        result: dict[str, Any] = {}
+        names = {id(parameter): name for name, parameter in self._parameters.items()}
+        for key, value in self.module.state_dict(keep_vars=True).items():
+            if id(value) not in done:
+                if id(value) in names:
+                    done[id(value)] = self._copy(names[id(value)])
+                else:
+                    done[id(value)] = value.detach().clone() if isinstance(value, Tensor) else value
+            result[key] = done[id(value)]
+        return result
+
+    @torch.no_grad()
+    def load_full_state(self, state: Mapping[str, Any]) -> None:
+        """Put whole tensors in place, the same on every rank. InputError, before anything changes, where keys or shapes are not the model's."""
+        expected = self.module.state_dict(keep_vars=True)
+        missing, unknown = [key for key in expected if key not in state], [key for key in state if key not in expected]
+        if missing or unknown:
+            raise InputError(
+                f"the state is of another model: {len(missing)} keys are missing{_first(missing)}, {len(unknown)} are unknown{_first(unknown)}; "
+                "give what full_state_dict() of the same model returned"
+            )
+        for key, value in expected.items():
+            if isinstance(value, Tensor) and tuple(state[key].shape) != tuple(value.shape):
+                raise InputError(
+                    f"{key!r} has shape {list(state[key].shape)} in the state and {list(value.shape)} in the model; it is of another model"
+                )
+        names = {id(parameter): name for name, parameter in self._parameters.items()}
+        rest = {}
+        for key, value in expected.items():
+            if id(value) in names:
+                self._put(names[id(value)], state[key])
+            else:
+                rest[key] = state[key]
+        self.module.load_state_dict(rest, strict=False)
+        for buffers in self._buffers.values():
+            buffers.stale = False
+
+    # How it is made
+
+    def _assign(self) -> None:
+        """Which unit each parameter belongs to, and under which name."""
+        named = dict(self.module.named_parameters(remove_duplicate=False))
+        known: dict[int, str] = {}
+        for unit in self.units.values():
+            for name in unit.parameters:
+                if id(named[name]) in known:
+                    raise ProgramError(
+                        f"parameter {name!r} of unit {unit.number} is already in a unit as {known[id(named[name])]!r}; it may be in one only"
+                    )
+                known[id(named[name])] = name
+                self._unit_of[name] = unit.number
+        for name, parameter in named.items():
+            self._canonical[name] = known.setdefault(id(parameter), name)
+
+    @torch.no_grad()
+    def _take_over(self, device: torch.device | None) -> None:
+        """Place parameters one by one, each given up as it is replaced, so that no more than a unit is held twice."""
+        if self.group is not None:
+            for tensor in [*self.module.parameters(), *self.module.buffers()]:
+                if not tensor.is_meta and tensor.numel():
+                    _broadcast(tensor.detach(), self.group)
+        places: dict[str, list[tuple[nn.Module, str, str]]] = {}
+        for prefix, owner in self.module.named_modules(remove_duplicate=False):
+            for key in owner._parameters:
+                name = f"{prefix}.{key}" if prefix else key
+                if name in self._canonical:
+                    places.setdefault(self._canonical[name], []).append((owner, key, name))
+        for name, spots in places.items():
+            owner, key, _ = spots[0]
+            former = owner._parameters[key]
+            assert former is not None
+            parameter = self._place(name, former, device)
+            for owner, key, alias in spots:
+                owner._parameters[key] = parameter
+                self._parameters[alias] = parameter
+            register(parameter, name, self)
+            if parameter is not former:
+                retire(former, name)
+            del former
+
+    def _place(self, name: str, former: nn.Parameter, device: torch.device | None) -> nn.Parameter:
+        """The parameter in its new place; a plain one that needs no move stays the same object."""
+        where = device or (torch.device("cpu") if former.is_meta else former.device)
+        number = self._unit_of.get(name)
+        layout = None if number is None else self._layouts[number]
+        if layout is None or any(piece.name == name for piece in layout.plain):
+            if former.device == where:
+                return former
+            moved = torch.zeros_like(former, device=where) if former.is_meta else former.detach().to(where)
+            return _like(former, nn.Parameter(moved, requires_grad=former.requires_grad))
+        assert number is not None and self.group is not None
+        if number not in self._buffers:
+            self._buffers[number] = UnitBuffers(layout, self.rank, where, self.group)
+        buffers = self._buffers[number]
+        if not former.is_meta:
+            buffers.put(name, former.detach())
+        if self._mesh is None:
+            self._mesh = DeviceMesh.from_group(self.group, where.type, mesh_dim_names=(self._axis,))
+        shape = former.shape
+        stride = torch.empty(shape, device="meta").stride()
+        shard = DTensor.from_local(buffers.local(name), self._mesh, [Shard(0)], run_check=False, shape=shape, stride=stride)
+        return _like(former, nn.Parameter(shard, requires_grad=former.requires_grad))
+
+    def _known(self, name: str) -> str:
+        if name not in self._canonical:
+            raise ProgramError(f"the program names parameter {name!r}, which the model does not have; it belongs to another model")
+        return self._canonical[name]
+
+    def _unique(self) -> dict[str, nn.Parameter]:
+        return {name: parameter for name, parameter in self._parameters.items() if self._canonical[name] == name}
+
+    def _copy(self, name: str) -> Tensor:
+        name = self._known(name)
+        parameter = self._parameters[name]
+        if not isinstance(parameter, DTensor):
+            return parameter.detach().clone()
+        buffers = self._buffers[self._unit_of[name]]
+        if buffers.persists:
+            buffers.refresh()
+            return buffers.whole(name).clone()
+        assert self.group is not None
+        return join(buffers.layout.pieces[name], buffers.pieces[name], self.ranks, self.group)
+
+    def _put(self, name: str, value: Tensor) -> None:
+        name = self._known(name)
+        parameter = self._parameters[name]
+        if isinstance(parameter, DTensor):
+            self._buffers[self._unit_of[name]].put(name, value.to(_local(parameter).device))
+        else:
+            parameter.copy_(value)
+
+
+def _like(former: nn.Parameter, parameter: nn.Parameter) -> nn.Parameter:
+    """Carry over what users hang on a parameter (`_no_weight_decay` and the like)."""
+    parameter.__dict__.update(former.__dict__)
+    if former.grad is not None:
+        raise InputError("a parameter already has a gradient; call model.zero_grad() before auto_parallelize")
+    return parameter
+
+
+def _broadcast(tensor: Tensor, group: dist.ProcessGroup) -> None:
+    if tensor.is_contiguous():
+        dist.broadcast(tensor, group=group, group_src=0)
+    else:
+        values = tensor.contiguous()
+        dist.broadcast(values, group=group, group_src=0)
+        tensor.copy_(values)
+
+
+def _wrap(local: Tensor, spec: Any) -> DTensor:
+    """A DTensor around rows at hand: what DTensor.from_local makes, without its checks and its autograd node."""
+    make: Any = DTensor
+    wrapped: DTensor = make(local, spec, requires_grad=False)
+    return wrapped
+
+
+def _local(tensor: Tensor) -> Tensor:
+    return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
+
+
+def _first(keys: Sequence[str]) -> str:
+    return f" (first {keys[0]!r})" if keys else ""
+
+
+__all__ = ["Shapes", "UnitStore", "shapes_of"]

@@ -1,0 +1,185 @@
+"""What a unit's storage weighs and when, told without a process: the ghost of units.py and reductions.py, step by step and to the byte.
+
+    ghosts = UnitBytes.of(units, shapes, ranks=64, rank=0)       # unit number -> UnitBytes
+    sum(ghost.persistent() for ghost in ghosts.values())
+    ghosts[3].events("GATHER")                                   # [("make", "3 whole layers.3.weight", 4096), …]
+
+Keys name storages and are unique over all units, because the events of one unit may drop storages of another: a REDUCE that scatters first
+awaits the scatters before it, and only then their whole gradients go. A gradient belongs to the caller until "ACCUMULATE:<name>:first" makes it
+the unit's: nothing is allocated then, so the caller's claim on that storage should end before the event is applied; a ":next" gradient is the
+caller's to drop. The results of a step, `.grad`, stay until someone drops them. Instances remember where in a step they are: make new ones for every simulated step.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from partitioner.errors import ProgramError
+from partitioner.runtime.program import Unit
+from partitioner.runtime.shards import Layout, Piece, Shapes, Shared, Together, lay_out, local_shape
+
+Event = tuple[str, str, int]
+"""("make" | "drop", key, bytes)"""
+
+
+@dataclass
+class Flight:
+    """Scatters under way, over all units: per scatter the storages that go when it is awaited."""
+
+    drops: list[Event] = field(default_factory=list)
+
+    def land(self) -> list[Event]:
+        drops, self.drops = self.drops, []
+        return drops
+
+
+class UnitBytes:
+    """One unit's bytes. Padding makes them the same on every rank; only `local_shapes` depends on `rank`."""
+
+    def __init__(self, unit: Unit, shapes: Shapes, ranks: int, rank: int, flight: Flight | None = None) -> None:
+        self.unit = unit
+        self.ranks = ranks
+        self.rank = rank
+        self.layout: Layout = lay_out(unit, shapes, ranks)
+        self._flight = flight or Flight()
+        self._gathered = False
+        self._arrived: dict[str, str] = {}  # parameter -> key of its whole gradient
+        self._results: set[str] = set()
+        self._count = 0
+
+    @classmethod
+    def of(cls, units: Sequence[Unit], shapes: Shapes, ranks: int, rank: int) -> "dict[int, UnitBytes]":
+        """The bytes of all units of a program, which await each other's scatters."""
+        flight = Flight()
+        return {unit.number: cls(unit, shapes, ranks, rank, flight) for unit in units}
+
+    def persistent(self) -> int:
+        """Bytes between steps, without gradients and optimizer state."""
+        whole = sum(_bytes(piece, piece.numel) for piece in (*self.layout.plain, *self.layout.still))
+        if self.unit.shard == "zero3":
+            together = self.layout.gathered
+            pieces = sum(_bytes(piece, piece.size) for piece in together.alone)
+            return whole + pieces + sum(shared.segment * shared.dtype.itemsize for shared in together.shared)
+        return whole + sum(count for _, _, count in self._wholes())
+
+    def gradient_bytes(self) -> int:
+        """Bytes of `.grad` after a step in which every trainable parameter got one."""
+        return sum(count for _, count in self._result_sizes(self.layout.scattered) + self._result_sizes(self.layout.summed))
+
+    def local_shapes(self) -> list[tuple[tuple[int, ...], object]]:
+        """(shape, dtype) of what an optimizer steps on, on this rank."""
+        result: list[tuple[tuple[int, ...], object]] = []
+        for piece in self.layout.pieces.values():
+            if piece.trainable:
+                plain = any(piece.name == other.name for other in self.layout.plain)
+                result.append((piece.shape if plain else local_shape(piece.shape, self.ranks, self.rank), piece.dtype))
+        return result
+
+    def events(self, op: str) -> list[Event]:
+        """What the store allocates and frees at REFRESH, GATHER, FREE, ACCUMULATE:<name>:first, …:next, REDUCE, REDUCE:last or FINISH."""
+        if op.startswith("ACCUMULATE:"):
+            name, _, turn = op.removeprefix("ACCUMULATE:").rpartition(":")
+            return self._accumulate(name, turn)
+        match op:
+            case "REFRESH":
+                return []  # in place
+            case "GATHER":
+                if self.unit.shard != "zero3" or self._gathered:
+                    return []
+                self._gathered = True
+                return self._wholes()
+            case "FREE":
+                if not self._gathered:
+                    return []
+                self._gathered = False
+                return [("drop", key, count) for _, key, count in self._wholes()]
+            case "REDUCE" | "REDUCE:last":
+                return self._reduce()
+            case "FINISH":
+                self._arrived.clear()
+                self._results.clear()
+                return self._flight.land()
+        raise ProgramError(f"{op!r} is nothing that happens to a unit")
+
+    def _accumulate(self, name: str, turn: str) -> list[Event]:
+        if name not in self.layout.pieces or turn not in ("first", "next"):
+            raise ProgramError(f"a gradient {turn!r} of {name!r} cannot arrive at unit {self.unit.number} of {list(self.layout.pieces)[:3]} …")
+        if name in self._arrived:
+            return []
+        self._arrived[name] = f"{self.unit.number} gradient {name} {self._next()}"
+        return [("make", self._arrived[name], _bytes(self.layout.pieces[name], self.layout.pieces[name].numel))]
+
+    def _reduce(self) -> list[Event]:
+        events: list[Event] = []
+        layout, arrived = self.layout, self._arrived
+        self._arrived = {}
+        for piece in layout.summed.alone:
+            if piece.name in arrived:
+                events += self._result(piece.name, _bytes(piece, piece.numel), kept=arrived[piece.name])
+        for index, shared in enumerate(layout.summed.shared):
+            if members := [piece for piece in shared.pieces if piece.name in arrived]:
+                count = shared.segment * shared.dtype.itemsize
+                key = f"{self.unit.number} sum {index} {self._next()}"
+                events += [("make", key, count), *_give_up(members, arrived), *self._result(f"summed {index}", count, kept=key)]
+        if any(piece.name in arrived for piece in _members(layout.scattered)):
+            events += self._flight.land()
+        for piece in layout.scattered.alone:
+            if piece.name in arrived:
+                key, whole = arrived[piece.name], _bytes(piece, self.ranks * piece.size)
+                if self.ranks * piece.size != piece.numel:
+                    key = f"{self.unit.number} padded {piece.name} {self._next()}"
+                    events += [("make", key, whole), *_give_up([piece], arrived)]
+                events += self._scatter(piece.name, _bytes(piece, piece.size), ("drop", key, whole))
+        for index, shared in enumerate(layout.scattered.shared):
+            if members := [piece for piece in shared.pieces if piece.name in arrived]:
+                key, whole = f"{self.unit.number} joined gradients {index} {self._next()}", self.ranks * shared.segment * shared.dtype.itemsize
+                events += [("make", key, whole), *_give_up(members, arrived)]
+                events += self._scatter(f"scattered {index}", shared.segment * shared.dtype.itemsize, ("drop", key, whole))
+        return events
+
+    def _scatter(self, what: str, count: int, whole: Event) -> list[Event]:
+        """Make the scattered piece; when it is awaited the whole goes, and the piece too if it is added to an earlier one."""
+        key = f"{self.unit.number} piece {what} {self._next()}"
+        self._flight.drops.append(whole)
+        if what in self._results:
+            self._flight.drops.append(("drop", key, count))
+        self._results.add(what)
+        return [("make", key, count)]
+
+    def _result(self, what: str, count: int, kept: str) -> list[Event]:
+        """A sum in place becomes the result, or is added to an earlier one, which happens at FINISH."""
+        if what in self._results:
+            self._flight.drops.append(("drop", kept, count))
+        self._results.add(what)
+        return []
+
+    def _wholes(self) -> list[Event]:
+        number, ranks = self.unit.number, self.ranks
+        events: list[Event] = [("make", f"{number} whole {piece.name}", _bytes(piece, ranks * piece.size)) for piece in self.layout.gathered.alone]
+        for index, shared in enumerate(self.layout.gathered.shared):
+            events.append(("make", f"{number} joined {index}", ranks * shared.segment * shared.dtype.itemsize))
+            events.append(("make", f"{number} wholes {index}", shared.wholes * shared.dtype.itemsize))
+        return events
+
+    def _result_sizes(self, together: Together) -> list[tuple[str, int]]:
+        sizes = [(piece.name, _bytes(piece, piece.size)) for piece in together.alone]
+        return sizes + [(f"shared {index}", _segment(shared)) for index, shared in enumerate(together.shared)]
+
+    def _next(self) -> int:
+        self._count += 1
+        return self._count
+
+
+def _give_up(pieces: Sequence[Piece], keys: dict[str, str]) -> list[Event]:
+    return [("drop", keys[piece.name], _bytes(piece, piece.numel)) for piece in pieces]
+
+
+def _bytes(piece: Piece, elements: int) -> int:
+    return elements * piece.dtype.itemsize
+
+
+def _segment(shared: Shared) -> int:
+    return shared.segment * shared.dtype.itemsize
+
+
+def _members(together: Together) -> list[Piece]:
+    return [*together.alone, *(piece for shared in together.shared for piece in shared.pieces)]
