@@ -1,0 +1,228 @@
+"""Cut the forward graph into blocks and fold equal ones into classes, so that depth costs nothing afterwards.
+
+    graph ── order (a getitem behind its op) ── segment (segment.py) ── reads, writes, gradients (flow.py) ── structural key ── classes
+
+Two blocks are of one class when their ops, arguments, the shapes and kinds of their reads, the tie pattern among the reads, and the gradients they
+take and give are equal. Parameters, values and scalars are reads, so the key contains none of their names. Random draws are numbered from 0 in each
+block: the block's own number is part of the key of a draw at run time.
+"""
+
+import operator
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from partitioner.passes.block import Block, BlockClass, Blocks, Port
+from partitioner.passes.flow import Flow, gradient_flow, is_integer
+from partitioner.passes.graph import Graph, Input
+from partitioner.passes.layout import is_expanded
+from partitioner.passes.randomness import random
+from partitioner.passes.segment import Unit, segment
+
+_RANDOM = random._opoverload
+
+_RANDOM_INDEX = 7  # position of `index` among the arguments of partitioner::random
+_CROSSING = ("value", "input", "prologue")
+
+
+@dataclass
+class _Draft:
+    """A block while it is being cut."""
+
+    index: int
+    unit: Unit
+    reads: dict[fx.Node, int] = field(default_factory=dict)
+    writes: list[fx.Node] = field(default_factory=list)
+    wants: tuple[bool, ...] = ()
+    tangents: tuple[int, ...] = ()
+
+
+def cut(graph: Graph) -> Blocks:
+    """Cut and fold; linear in the number of ops. Ops that no result needs are left out (but for draws of random numbers)."""
+    inputs = dict(zip(graph.placeholders, graph.inputs, strict=True))
+    order = _order(graph)
+    weights = {n: _bytes(n) for n, i in inputs.items() if i.kind == "parameter"}
+    units = [unit for unit in _sink(segment(order, weights) if order else [], inputs, weights) if unit.ops]
+    flow = gradient_flow(graph)
+    rows = next((n for n, i in inputs.items() if i.kind == "scalar" and i.name == "rows"), None)
+    results = graph.results
+    home = {op: at for at, unit in enumerate(units) for op in unit.ops}
+    folded: dict[Any, tuple[str, list[_Draft]]] = {}
+    blocks = []
+    for at, unit in enumerate(units):
+        draft = _Draft(at, unit)
+        key = _fold(draft, inputs, home, flow, rows, set(results))
+        name = f"block_{len(folded)}"
+        name, members = folded.setdefault(key, (name, []))
+        members.append(draft)
+        reads = tuple(_port(n, inputs) for n in draft.reads)
+        blocks.append(Block(at, name, _title(unit), reads, tuple(n.name for n in draft.writes)))
+    classes = {name: _class(name, members, inputs) for name, members in folded.values()}
+    return Blocks(tuple(blocks), classes, tuple(_port(n, inputs) for n in results))
+
+
+def _bytes(node: fx.Node) -> int:
+    val = node.meta["val"]
+    return int(val.numel() * val.itemsize)
+
+
+def _port(node: fx.Node, inputs: dict[fx.Node, Input]) -> Port:
+    described = inputs.get(node)
+    return Port("value", node.name) if described is None else Port(described.kind, described.name)
+
+
+def _order(graph: Graph) -> list[fx.Node]:
+    """The ops that are needed, in topological order, a getitem right behind its op."""
+    needed: set[fx.Node] = set(graph.results)
+    ops = [n for n in graph.module.graph.nodes if n.op == "call_function"]
+    for node in reversed(ops):
+        if node in needed or node.target is _RANDOM:
+            needed.add(node)
+            needed.update(node.all_input_nodes)
+    order = []
+    for node in ops:
+        if node not in needed or node.target is operator.getitem or is_integer(node):
+            continue
+        order.append(node)
+        if not isinstance(node.meta["val"], Tensor):
+            order += [user for user in node.users if user.target is operator.getitem and user in needed]
+    return order
+
+
+def _sink(units: list[Unit], inputs: dict[fx.Node, Input], weights: dict[fx.Node, int]) -> list[Unit]:
+    """Move what is computed from inputs alone (a mask, a constant) from a unit outside of layers to the unit outside of layers that alone uses it."""
+    home = {op: at for at, unit in enumerate(units) for op in unit.ops}
+    fixed = {n for n, i in inputs.items() if i.kind in ("parameter", "buffer")}
+    alone: set[fx.Node] = set()
+    for unit in units:
+        for op in unit.ops:
+            if op.target is not _RANDOM and all(
+                n in alone or (n not in home and n not in fixed) for n in op.all_input_nodes
+            ):
+                alone.add(op)
+    moved: dict[int, list[fx.Node]] = {}
+    for at in range(len(units) - 1, -1, -1):
+        if units[at].family is not None:
+            continue
+        for op in reversed(units[at].ops):
+            if op not in alone:
+                continue
+            homes = {home.get(user, at) for user in op.users}  # a result stays
+            if op.target is operator.getitem or not isinstance(op.meta["val"], Tensor) or len(homes) != 1:
+                continue
+            (target,) = homes
+            if target > at and units[target].family is None:
+                home[op] = target
+                moved.setdefault(target, []).append(op)
+    gone = {op for ops in moved.values() for op in ops}
+    for at, unit in enumerate(units):
+        unit.ops = [*reversed(moved.get(at, [])), *(op for op in unit.ops if op not in gone)]
+        unit.ops = [op for op in unit.ops if home[op] == at]
+    return units
+
+
+def _fold(
+    draft: _Draft, inputs: dict[fx.Node, Input], home: dict[fx.Node, int], flow: Flow, rows: fx.Node | None, results: set[fx.Node]
+) -> tuple[Any, ...]:
+    """Fill in what the block reads, writes, and takes and gives as gradients; return its structural key."""
+    here, at = {op: k for k, op in enumerate(draft.unit.ops)}, draft.index
+    reads, draws = draft.reads, 0
+
+    def code(value: Any) -> Any:
+        if isinstance(value, fx.Node):
+            if value in here:
+                return ("op", here[value])
+            if is_integer(value):
+                return (value.target, *(code(a) for a in value.args))
+            return ("read", reads.setdefault(value, len(reads)))
+        if isinstance(value, (list, tuple)):
+            return ("list", *(code(item) for item in value))
+        if isinstance(value, slice):
+            return ("slice", code(value.start), code(value.stop), code(value.step))
+        return value if value is None else (type(value), value if value == value else "nan")
+
+    ops: list[Any] = []
+    for op in draft.unit.ops:
+        args = tuple(op.args)
+        if op.target is _RANDOM:
+            args = (*args[:_RANDOM_INDEX], draws)
+            draws += 1
+        ops.append((op.target, tuple([code(a) for a in args]), tuple([(k, code(v)) for k, v in op.kwargs.items()]) if op.kwargs else ()))
+        if op in results or any(home.get(user, at) != at for user in op.users):
+            draft.writes.append(op)
+    if rows is not None and rows not in reads and any("cut" in n.meta and n.meta["cut"] is not None for n in reads):
+        reads[rows] = len(reads)
+    back, ends, requires = flow.back, flow.ends, flow.requires
+    draft.wants = tuple(n in requires and any(home[use] == at for use in back.get(n, ())) for n in reads)
+    draft.tangents = tuple(
+        k for k, n in enumerate(draft.writes) if n in requires and (n in ends or any(home[use] != at for use in back.get(n, ())))
+    )
+    if not draft.tangents:
+        draft.wants = (False,) * len(reads)
+    ports = tuple([_read_key(n, inputs.get(n)) for n in reads])
+    return tuple(ops), ports, tuple([here[n] for n in draft.writes]), draft.wants, draft.tangents
+
+
+def _read_key(node: fx.Node, described: Input | None) -> tuple[Any, ...]:
+    if described is not None and described.kind == "scalar":
+        return ("scalar", described.name)
+    val, kind = node.meta["val"], "value" if described is None else described.kind
+    plain = kind in _CROSSING and not is_expanded(val)
+    return (kind, tuple(val.shape), val.dtype, val.device, node.meta.get("cut"), None if plain else tuple(val.stride()))
+
+
+def _title(unit: Unit) -> str:
+    return unit.label or "model"
+
+
+def _class(name: str, members: Sequence[_Draft], inputs: dict[fx.Node, Input]) -> BlockClass:
+    """Build the module of a class from its first member; paths that differ between members show N instead of the layer's index."""
+    draft = members[0]
+    many = len({m.unit.label for m in members}) > 1
+    graph, env = fx.Graph(), {}
+    scalars: dict[int, str] = {}
+    for index, node in enumerate(draft.reads):
+        described = inputs.get(node)
+        kind = "value" if described is None else described.kind
+        placeholder = env[node] = graph.placeholder(_read_name(node, described, draft.unit.label))
+        placeholder.target = placeholder.name  # fx makes the name unique, but not the argument of the module
+        placeholder.meta.update({k: node.meta[k] for k in ("val", "cut") if k in node.meta}, kind=kind)
+        if described is not None and described.kind == "scalar":
+            scalars[index] = described.name
+
+    def inside(node: fx.Node) -> fx.Node:
+        if node not in env:  # an integer, computed anew in each block that uses it
+            env[node] = graph.call_function(node.target, fx.node.map_arg(node.args, inside))  # type: ignore[arg-type]
+        return env[node]
+
+    draws = 0
+    for op in draft.unit.ops:
+        args = tuple(op.args)
+        if op.target is _RANDOM:
+            args = (*args[:_RANDOM_INDEX], draws)
+            draws += 1
+        new = env[op] = graph.call_function(op.target, fx.node.map_arg(args, inside), fx.node.map_arg(op.kwargs, inside))  # type: ignore[arg-type]
+        path = op.meta.get("module") or ""
+        new.meta.update(val=op.meta["val"], module=_pattern(path) if many else path, source=op.meta.get("source"))
+        if op.meta.get("cut") is not None:
+            new.meta["cut"] = op.meta["cut"]
+    graph.output(tuple(env[n] for n in draft.writes))
+    return BlockClass(name, fx.GraphModule(torch.nn.Module(), graph), draft.wants, draft.tangents, scalars)
+
+
+def _pattern(path: str) -> str:
+    return re.sub(r"(^|\.)\d+(?=\.|$)", r"\1N", path, count=1)
+
+
+def _read_name(node: fx.Node, described: Input | None, label: str) -> str:
+    """A readable name that equal blocks agree on: a parameter's path inside its layer, `x` for a value."""
+    if described is None:
+        return "x"
+    if described.kind == "scalar":
+        return described.name
+    name = described.name.removeprefix(label + ".") if label else described.name
+    return re.sub(r"\W+", "_", name).strip("_") or "x"

@@ -1,0 +1,189 @@
+"""Write forward and backward of a block class as Python: one line per op, shapes and module paths in comments, `del` behind the last use.
+
+The text is the program: the callables are made from it and from nothing else. It is deterministic and holds no data; numbers, dtypes and devices are literals,
+and every op is bound once to a name of the file, so that a call costs one look-up.
+"""
+
+import math
+import re
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from partitioner.errors import CaptureError
+from partitioner.passes.block import BlockClass, BlockFunction
+from partitioner.passes.liveness import footprint, schedule
+from partitioner.passes.split import BackwardGraph, ForwardGraph
+from partitioner.passes.unify import is_number
+
+_SHORT = {
+    torch.float64: "f64", torch.float32: "f32", torch.float16: "f16", torch.bfloat16: "bf16", torch.complex64: "c64", torch.complex128: "c128",
+    torch.int64: "i64", torch.int32: "i32", torch.int16: "i16", torch.int8: "i8", torch.uint8: "u8", torch.bool: "bool",
+}  # fmt: skip
+_LITERAL_TYPES = (torch.dtype, torch.layout, torch.memory_format)
+_IMPORT = "import torch"
+_CUSTOM_IMPORTS = ("import partitioner.passes.collectives  # registers its ops", "import partitioner.passes.randomness  # registers its op")
+_SYMBOL = {"mul": "*", "add": "+", "sub": "-"}
+
+
+def emit(cls: BlockClass, forward: ForwardGraph, backward: BackwardGraph | None, name: str) -> BlockFunction:
+    """The two functions of a class, made from readable source; `name` is a Python identifier."""
+    if not name.isidentifier():
+        raise CaptureError(f"{name!r} is no Python name; give the block function a name such as block_0")
+    ops: dict[str, str] = {}
+    parts = [_function(f"{name}_forward", forward.graph, ops, _forward_title(cls, forward))]
+    if backward is not None:
+        parts.append(_function(f"{name}_backward", backward.graph, ops, _backward_title(cls, backward)))
+    source = _file(ops, parts)
+    namespace: dict[str, Any] = {}
+    exec(compile(source, f"<{name}>", "exec"), namespace)
+    run: Callable[[list[object]], tuple[Tensor, ...]] | None = namespace[f"{name}_backward"] if backward is not None else None
+    return BlockFunction(
+        name=name,
+        source=source,
+        forward=namespace[f"{name}_forward"],
+        backward=run,
+        writes=forward.writes,
+        saved=backward.saved if backward is not None else (),
+        tangents=backward.tangents if backward is not None else (),
+        gradients=backward.gradients if backward is not None else (),
+        forward_footprint=footprint(forward.graph),
+        backward_footprint=footprint(backward.graph) if backward is not None else None,
+    )
+
+
+def emit_source_file(functions: Iterable[BlockFunction]) -> str:
+    """All functions of a model in one file: imports, ops and functions, each once."""
+    ops: dict[str, str] = {}
+    parts = []
+    for function in functions:
+        head, *body = function.source.split("\n\n\n")
+        for line in head.splitlines():
+            if " = torch.ops." in line:
+                ops[line.split(" = ")[0]] = line.split(" = ")[1]
+        parts += [part.strip("\n") for part in body]
+    return _file(ops, parts)
+
+
+def _file(ops: dict[str, str], parts: list[str]) -> str:
+    imports = [*(_CUSTOM_IMPORTS if any(op.startswith("torch.ops.partitioner.") for op in ops.values()) else ()), ""]
+    head = [_IMPORT] if len(imports) == 1 else [_IMPORT, "", *imports[:-1]]
+    bindings = [f"{name} = {ops[name]}" for name in sorted(ops)]
+    return "\n\n\n".join(["\n".join([*head, "", *bindings]), *parts]) + "\n"
+
+
+def _forward_title(cls: BlockClass, forward: ForwardGraph) -> str:
+    own = len(_results(forward.graph)) - forward.writes
+    return f"{cls.name}: returns {forward.writes} writes" + (f" and {own} saved values" if own else "")
+
+
+def _backward_title(cls: BlockClass, backward: BackwardGraph) -> str:
+    again = len(backward.recomputed)
+    return f"{cls.name}: returns gradients of reads {', '.join(map(str, backward.gradients))}" + (f"; runs {again} ops again" if again else "")
+
+
+def _results(graph: fx.Graph) -> list[fx.Node]:
+    return list(next(iter(reversed(graph.nodes))).args[0])
+
+
+class _Names:
+    """Python names of nodes, apart from the names of ops and of the file."""
+
+    def __init__(self, graph: fx.Graph, reserved: Iterable[str]) -> None:
+        taken = {*reserved, "torch", "arguments", "inf", "nan", "float", "complex", "_"}
+        self._names: dict[fx.Node, str] = {}
+        for node in graph.nodes:
+            name = node.name
+            while name in taken:
+                name += "_"
+            taken.add(name)
+            self._names[node] = name
+
+    def __getitem__(self, node: fx.Node) -> str:
+        return self._names[node]
+
+
+def _op_name(target: Any) -> str:
+    namespace, name = target._schema.name.split("::")
+    overload = target._overloadname
+    return re.sub(r"\W", "_", f"{namespace}_{name}" + ("" if overload == "default" else f"_{overload}"))
+
+
+def _op_path(target: Any) -> str:
+    namespace, name = target._schema.name.split("::")
+    return f"torch.ops.{namespace}.{name}.{target._overloadname}"
+
+
+def _function(name: str, graph: fx.Graph, ops: dict[str, str], title: str) -> str:
+    lines = schedule(graph)
+    called = {_op_name(line.op.target): _op_path(line.op.target) for line in lines if line.op is not None}
+    ops.update(called)
+    names = _Names(graph, called)
+    text = ["@torch.no_grad()", f"def {name}(arguments):", f"    # {title}"]
+    arguments = [node for node in lines[0].bound if node is not None]
+    if arguments:
+        text.append("    (")
+        text += [f"        {names[node]},  # {_about(node)}" for node in arguments]
+        text += ["    ) = arguments", "    arguments.clear()"]
+    text += _delete([names[n] for n in lines[0].deleted])
+    for line in lines[1:]:
+        assert line.op is not None
+        bound = [names[n] if n is not None else "_" for n in line.bound]
+        left = ", ".join(bound) + ("," if isinstance(line.op.meta["val"], tuple) and len(bound) == 1 else "")
+        given = [_literal(a, names) for a in line.op.args] + [f"{k}={_literal(v, names)}" for k, v in line.op.kwargs.items()]
+        about = "  ".join(filter(None, [", ".join(_shape(n) for n in line.bound if n is not None), line.op.meta.get("module") or ""]))
+        text.append(f"    {left} = {_op_name(line.op.target)}({', '.join(given)})" + (f"  # {about}" if about else ""))
+        text += _delete([names[n] for n in line.deleted] + (["_"] if "_" in bound else []))
+    results = [names[n] for n in _results(graph)]
+    text.append(f"    return ({', '.join(results)}{',' if len(results) == 1 else ''})")
+    return "\n".join(text)
+
+
+def _delete(names: list[str]) -> list[str]:
+    return [f"    del {', '.join(names)}"] if names else []
+
+
+def _about(node: fx.Node) -> str:
+    if "val" not in node.meta:
+        return "scalar"
+    kind = node.meta.get("kind") or ("tangent" if node.name.startswith("tangent_") else "")
+    return f"{kind} {_shape(node)}".strip()
+
+
+def _shape(node: fx.Node) -> str:
+    val = node.meta["val"]
+    return f"[{', '.join(str(s) for s in node.meta['sizes'])}] {_SHORT.get(val.dtype, str(val.dtype).removeprefix('torch.'))}"
+
+
+def _literal(value: Any, names: _Names) -> str:
+    """Python text of an argument. A device loses its index: every rank runs the same text on its own current device."""
+    if isinstance(value, fx.Node):
+        return _number(value, names) if is_number(value) else names[value]
+    if isinstance(value, (list, tuple)):
+        return f"[{', '.join(_literal(item, names) for item in value)}]"
+    if value is None or isinstance(value, (bool, int, str)):
+        return repr(value)
+    if isinstance(value, float):
+        return repr(value) if math.isfinite(value) else f'float("{value}")'
+    if isinstance(value, complex):
+        return f"complex({_literal(value.real, names)}, {_literal(value.imag, names)})"
+    if isinstance(value, _LITERAL_TYPES):
+        return str(value)
+    if isinstance(value, torch.device):
+        return f'torch.device("{value.type}")'
+    raise CaptureError(f"an op takes {value!r}, a {type(value).__name__}, which has no literal form; pass numbers, dtypes or tensors to it")
+
+
+def _number(node: fx.Node, names: _Names) -> str:
+    """An integer expression over scalar arguments, such as rows * 10."""
+    target: Any = node.target
+    parts = []
+    for argument in node.args:
+        inner = _literal(argument, names)
+        parts.append(f"({inner})" if isinstance(argument, fx.Node) and is_number(argument) and target.__name__ == "mul" else inner)
+    symbol = _SYMBOL.get(target.__name__)
+    if symbol is None:
+        raise CaptureError(f"{target.__name__} of a size has no place in a block; sizes are sums and products")
+    return f" {symbol} ".join(parts)

@@ -1,0 +1,300 @@
+"""Cut a topological order into consecutive runs, guided by the module tree.
+
+    1. label   every op belongs to a layer (a path that ends in an index, `model.layers.3`) or to no layer; equal neighbours form a unit
+    2. attach  what stands between two layers of one list (residual adds) joins the layer before it, also behind the last layer
+    3. group   layers of very few ops are grouped, in step with their period so that equal groups stay equal; other units are merged while small
+    4. divide  a unit of very many ops is cut at deeper indices, where it repeats itself, or where few bytes are live
+
+All steps are linear in the number of ops.
+"""
+
+import operator
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import cache
+from itertools import pairwise
+from math import prod
+
+from torch import Tensor, fx
+
+MANY_OPS = 300  # a unit of more ops is divided
+ENOUGH_OPS = 16  # a group of layers stops growing here,
+FEW_OPS = 4  # and never stops before this
+SMALL_LAYER = 8  # layers of fewer ops on average are grouped
+LOOSE_OPS = 64  # units outside of layers are merged up to this
+
+
+@dataclass
+class Unit:
+    """A run of ops. `family` is the path of the list that the layer `label` is in; None outside of layers."""
+
+    label: str
+    family: str | None
+    ops: list[fx.Node] = field(default_factory=list)
+    repeated: bool = False  # the same layer was entered again
+
+
+@cache
+def _label(path: str, depth: int) -> tuple[str, str | None]:
+    """The path up to its depth-th index, and the path of the list: ("model.layers.3", "model.layers")."""
+    parts = path.split(".")
+    indices = [i for i, part in enumerate(parts) if part.isdigit()]
+    if depth < len(indices):
+        at = indices[depth]
+        return ".".join(parts[: at + 1]), ".".join(parts[:at])
+    return path, None
+
+
+def segment(order: Sequence[fx.Node], weights: dict[fx.Node, int]) -> list[Unit]:
+    """Consecutive units that cover `order`; `weights` are the bytes of each parameter placeholder. A getitem stands right behind its op."""
+    shape = _Signatures()
+    share = sum(weights.values())
+    units = [piece for unit in _at_depth(order, 0, shape, weights, share) for piece in _divide(unit, 0, shape, weights, share)]
+    return _join_crumbs(units, shape, weights)
+
+
+class _Signatures:
+    """A small number for each kind of op with its result's shape, so that runs are compared as lists of numbers."""
+
+    def __init__(self) -> None:
+        self._numbers: dict[object, int] = {}
+        self._nodes: dict[fx.Node, int] = {}
+
+    def op(self, node: fx.Node) -> int:
+        found = self._nodes.get(node)
+        if found is None:
+            val = node.meta.get("val")
+            key: object = (node.target, tuple(val.shape), val.dtype) if isinstance(val, Tensor) else node.target
+            found = self._nodes[node] = self._numbers.setdefault(key, len(self._numbers))
+        return found
+
+    def run(self, ops: Sequence[fx.Node]) -> int:
+        return self._numbers.setdefault(tuple(self.op(node) for node in ops), len(self._numbers))
+
+
+def _weight(units: Sequence[Unit], weights: dict[fx.Node, int]) -> int:
+    return sum(weights[p] for p in {i for unit in units for op in unit.ops for i in op.all_input_nodes if i in weights})
+
+
+def _at_depth(order: Sequence[fx.Node], depth: int, shape: _Signatures, weights: dict[fx.Node, int], share: int) -> list[Unit]:
+    units: list[Unit] = []
+    for node in order:
+        if node.target is operator.getitem and units:
+            units[-1].ops.append(node)
+            continue
+        label, family = _label(node.meta.get("module") or "", depth)
+        if not units or units[-1].label != label or units[-1].family != family:
+            units.append(Unit(label, family))
+        units[-1].ops.append(node)
+    return _group(_attach(units, shape), shape, weights, share)
+
+
+def _attach(units: list[Unit], shape: _Signatures) -> list[Unit]:
+    """Give the ops between two layers of one list to the layer before them."""
+    done: list[Unit] = []
+    pending: list[Unit] = []
+    between: dict[str, list[int]] = {}
+    for unit in [*units, None]:
+        if unit is not None and unit.family is None:
+            pending.append(unit)
+            continue
+        last = done[-1] if done and done[-1].family is not None else None
+        loose = [op for one in pending for op in one.ops]
+        if last is not None and unit is not None and last.family == unit.family and len(loose) <= max(8, len(last.ops) // 2):
+            if loose:
+                last.ops += loose
+                between[last.family or ""] = [shape.op(op) for op in loose]
+        elif pending:
+            usual = between.get(last.family or "", []) if last is not None else []
+            if last is not None and usual and [shape.op(op) for op in loose[: len(usual)]] == usual:
+                last.ops += loose[: len(usual)]
+                pending = _behind(pending, len(usual))
+            done += pending
+        pending = []
+        if unit is None:
+            break
+        if done and done[-1].label == unit.label and done[-1].family == unit.family:
+            done[-1].ops += unit.ops
+            done[-1].repeated = True
+        else:
+            done.append(unit)
+    return done
+
+
+def _behind(units: list[Unit], count: int) -> list[Unit]:
+    """The units without their first `count` ops."""
+    left: list[Unit] = []
+    for unit in units:
+        if count < len(unit.ops):
+            left.append(Unit(unit.label, unit.family, unit.ops[count:]))
+        count = max(0, count - len(unit.ops))
+    return left
+
+
+def _group(units: list[Unit], shape: _Signatures, weights: dict[fx.Node, int], share: int) -> list[Unit]:
+    done: list[Unit] = []
+    start = 0
+    while start < len(units):
+        end = start + 1
+        while end < len(units) and units[end].family == units[start].family:
+            end += 1
+        stretch = units[start:end]
+        if stretch[0].family is None:
+            done += _merge_loose(stretch, weights, share)
+        elif sum(len(u.ops) for u in stretch) >= SMALL_LAYER * len(stretch):
+            done += stretch
+        else:
+            done += _merge_layers(stretch, shape, weights, share)
+        start = end
+    return done
+
+
+def _joined(units: Sequence[Unit]) -> Unit:
+    if len(units) == 1:
+        return units[0]
+    labels = [unit.label for unit in units]
+    label = labels[0] if units[0].family is not None else max(units, key=lambda u: len(u.ops)).label
+    return Unit(label, units[0].family, [op for unit in units for op in unit.ops])
+
+
+def _merge_loose(units: list[Unit], weights: dict[fx.Node, int], share: int) -> list[Unit]:
+    """Units outside of layers: merged while they are small in ops, or in bytes of parameters where a unit with parameters follows."""
+    done: list[Unit] = []
+    current: list[Unit] = []
+    for unit in units:
+        count = sum(len(u.ops) for u in current)
+        if count >= FEW_OPS and (count >= LOOSE_OPS or (_weight(current, weights) * 8 >= share and _weight([unit], weights))):
+            done.append(_joined(current))
+            current = []
+        current.append(unit)
+    return [*done, _joined(current)]
+
+
+def _merge_layers(units: list[Unit], shape: _Signatures, weights: dict[fx.Node, int], share: int) -> list[Unit]:
+    """Layers of few ops: the longest periodic stretch in groups of whole periods, the rest one after the other."""
+    kinds = [shape.run(unit.ops) for unit in units]
+    first, last, period = _periodic(kinds)
+    if last - first < 2 * period or not period:
+        return _merge_each(units, 1, weights, share)
+    return [
+        *(_merge_each(units[:first], 1, weights, share) if first else []),
+        *_merge_each(units[first:last], period, weights, share),
+        *(_merge_each(units[last:], 1, weights, share) if last < len(units) else []),
+    ]
+
+
+def _periodic(kinds: Sequence[int]) -> tuple[int, int, int]:
+    """The longest stretch [first, last) in which every kind recurs after `period`."""
+    best = (0, 0, 0)
+    for period in range(1, min(8, len(kinds) // 2) + 1):
+        first = 0
+        for at in range(period, len(kinds) + 1):
+            if at == len(kinds) or kinds[at] != kinds[at - period]:
+                length = (at - first) // period * period
+                if length >= 2 * period and length > best[1] - best[0]:
+                    best = (first, first + length, period)
+                first = at - period + 1
+    return best
+
+
+def _merge_each(units: list[Unit], step: int, weights: dict[fx.Node, int], share: int) -> list[Unit]:
+    """Groups of as many steps as make the first one large enough; a last group that is too small joins the one before where nothing repeats."""
+    size = step
+    while size < len(units):
+        count = sum(len(u.ops) for u in units[:size])
+        if count >= ENOUGH_OPS or (count >= FEW_OPS and _weight(units[:size], weights) * 48 >= share):
+            break
+        size += step
+    groups: list[list[Unit]] = []
+    if step == 1 and len(units) > 1 and len({len(u.ops) for u in units}) > 1:  # no period: each group as large as it needs to be
+        for unit in units:
+            count = sum(len(u.ops) for u in groups[-1]) if groups else 0
+            if groups and not (count >= ENOUGH_OPS or (count >= FEW_OPS and _weight(groups[-1], weights) * 48 >= share)):
+                groups[-1].append(unit)
+            else:
+                groups.append([unit])
+        if len(groups) > 1 and sum(len(u.ops) for u in groups[-1]) < FEW_OPS:
+            groups[-2] += groups.pop()
+    else:
+        groups = [units[at : at + size] for at in range(0, len(units), size)]
+    return [_joined(group) for group in groups]
+
+
+def _divide(unit: Unit, depth: int, shape: _Signatures, weights: dict[fx.Node, int], share: int) -> list[Unit]:
+    if len(unit.ops) <= MANY_OPS and not unit.repeated:
+        return [unit]
+    pieces = _repeats(unit, shape)
+    if len(pieces) == 1 and len(unit.ops) > MANY_OPS:
+        deeper = any(_label(op.meta.get("module") or "", depth + 1)[1] is not None for op in unit.ops)
+        if deeper:
+            pieces = _at_depth(unit.ops, depth + 1, shape, weights, share)
+            depth += 1
+        if len(pieces) == 1:
+            return _at_few_bytes(unit)
+    if len(pieces) == 1:
+        return [unit]
+    return [part for piece in pieces for part in _divide(piece, depth, shape, weights, share)]
+
+
+def _repeats(unit: Unit, shape: _Signatures) -> list[Unit]:
+    """Cut a unit that consists of equal runs (a layer called many times) into them, or into groups of them."""
+    kinds = [shape.op(op) for op in unit.ops]
+    border = [0] * len(kinds)  # Knuth, Morris, Pratt: the longest proper border of each prefix
+    for at in range(1, len(kinds)):
+        k = border[at - 1]
+        while k and kinds[at] != kinds[k]:
+            k = border[k - 1]
+        border[at] = k + (kinds[at] == kinds[k])
+    period = len(kinds) - border[-1]
+    if period == len(kinds) or len(kinds) % period:
+        return [unit]
+    size = period * -(-ENOUGH_OPS // period)
+    return [Unit(unit.label, unit.family, unit.ops[at : at + size]) for at in range(0, len(kinds), size)]
+
+
+def _at_few_bytes(unit: Unit) -> list[Unit]:
+    """Cut into pieces of about half of MANY_OPS, each at the place near its end where the fewest bytes are live."""
+    ops = unit.ops
+    place = {op: at for at, op in enumerate(ops)}
+    live = [0] * (len(ops) + 1)  # live[i]: bytes made before op i and used at or after it
+    for at, op in enumerate(ops):
+        val = op.meta.get("val")
+        last = max((place.get(user, len(ops)) for user in op.users), default=at)
+        if isinstance(val, Tensor) and last > at:
+            size = prod(val.shape) * val.itemsize
+            live[at + 1] += size
+            if last + 1 <= len(ops):
+                live[last + 1] -= size
+    for at in range(1, len(live)):
+        live[at] += live[at - 1]
+    count = -(-len(ops) * 2 // MANY_OPS)
+    target = len(ops) / count
+    cuts, begin = [], 0
+    for piece in range(1, count):
+        low, high = max(begin + 1, int(target * (piece - 0.35))), int(target * (piece + 0.35))
+        allowed = [at for at in range(low, min(high, len(ops) - 1) + 1) if ops[at].target is not operator.getitem]
+        if allowed:
+            begin = min(allowed, key=lambda at: live[at])
+            cuts.append(begin)
+    borders = [0, *cuts, len(ops)]
+    return [Unit(unit.label, unit.family, ops[a:b]) for a, b in pairwise(borders)]
+
+
+def _join_crumbs(units: list[Unit], shape: _Signatures, weights: dict[fx.Node, int]) -> list[Unit]:
+    """A run of a few ops without parameters joins the unit before it, or else the one behind, unless that would make equal units unequal."""
+    count: dict[int, int] = {}
+    for unit in units:
+        kind = shape.run(unit.ops)
+        count[kind] = count.get(kind, 0) + 1
+    done: list[Unit] = []
+    held: list[fx.Node] = []
+    for at, unit in enumerate(units):
+        crumb = len(unit.ops) < FEW_OPS and unit.family is None and not _weight([unit], weights)
+        unit.ops, held = held + unit.ops, []
+        if crumb and done and count.get(shape.run(done[-1].ops), 1) == 1:
+            done[-1].ops += unit.ops
+        elif crumb and at + 1 < len(units) and count[shape.run(units[at + 1].ops)] == 1:
+            held = unit.ops
+        else:
+            done.append(unit)
+    return done

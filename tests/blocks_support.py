@@ -1,0 +1,141 @@
+"""Small functional graphs, a chain of blocks run by hand, and a tracker of tensor storages, for the tests of blocks and their functions."""
+
+import operator
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from partitioner.passes.block import BlockFunction, Blocks
+from partitioner.passes.graph import Graph, Input, Output
+
+
+class WithLoss(nn.Module):
+    """A model and a loss of its output as one module."""
+
+    def __init__(self, model: nn.Module, loss: Callable[[Any], Tensor]) -> None:
+        super().__init__()
+        self.model, self.loss = model, loss
+
+    def forward(self, *args: Any, **kwargs: Any) -> Tensor:
+        return self.loss(self.model(*args, **kwargs))
+
+
+def flatten(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any] | None = None, kind: str = "loss") -> tuple[Graph, dict[str, Tensor]]:
+    """Export a module without mutation to a functional Graph, and the tensors of its inputs by name."""
+    exported = torch.export.export(module, args, kwargs, strict=False).module()
+    named: dict[str, Tensor] = {**dict(exported.named_parameters()), **dict(exported.named_buffers())}
+    canonical: dict[int, str] = {}
+    graph, env = fx.Graph(), dict[fx.Node, Any]()
+    inputs: list[Input] = []
+    tensors: dict[str, Tensor] = {}
+    leaves = torch.utils._pytree.tree_leaves((args, kwargs or {}))
+    placeholders = [n for n in exported.graph.nodes if n.op == "placeholder"]
+    by_name: dict[str, fx.Node] = {}
+    for node in exported.graph.nodes:
+        if node.op != "get_attr":
+            continue
+        value = operator.attrgetter(node.target)(exported) if node.target not in named else named[node.target]
+        name = canonical.setdefault(id(value), node.target.removeprefix("model."))
+        if name not in by_name:
+            by_name[name] = graph.placeholder(name.replace(".", "_"))
+            by_name[name].meta["val"] = node.meta["val"]
+            is_parameter = isinstance(value, nn.Parameter)
+            inputs.append(Input("parameter" if is_parameter else "buffer", name, value.requires_grad and is_parameter))
+            tensors[name] = value.detach()
+        env[node] = by_name[name]
+    for node, leaf in zip(placeholders, leaves, strict=True):
+        env[node] = graph.placeholder(node.name)
+        env[node].meta["val"] = node.meta["val"]
+        inputs.append(Input("input", node.name))
+        tensors[node.name] = leaf
+    outputs: list[Output] = []
+    for node in exported.graph.nodes:
+        if node.op == "call_function":
+            if "_assert" in str(node.target):
+                continue
+            new = env[node] = graph.node_copy(node, env.__getitem__)
+            stack = list((node.meta.get("nn_module_stack") or {"": ("", None)}).values())
+            new.meta = {"val": node.meta["val"], "module": stack[-1][0].removeprefix("model").removeprefix(".")}
+        elif node.op == "output":
+            flat = [env[n] for n in torch.utils._pytree.tree_leaves(node.args[0])]
+            graph.output(flat)
+            outputs = [Output(kind) for _ in flat]  # type: ignore[arg-type]
+    graph.eliminate_dead_code()
+    used = [n for n in graph.nodes if n.op == "placeholder"]
+    return Graph(fx.GraphModule(nn.Module(), graph), tuple(inputs[: len(used)]), tuple(outputs)).check(), tensors
+
+
+def run_chain(
+    blocks: Blocks, functions: dict[str, BlockFunction], tensors: dict[str, Any], gradient: Tensor | None = None
+) -> tuple[list[Tensor], dict[str, Tensor]]:
+    """Run every block forward and then backward, dropping values as an executor would; returns the results and the gradients by input name."""
+    values: dict[str, Tensor] = {}
+    kept: list[list[Any]] = []
+    last = {port.name: block.index for block in blocks.blocks for port in block.reads if port.kind == "value"}
+    wanted = {port.name for port in blocks.results}
+    for block in blocks.blocks:
+        function = functions[block.cls]
+        box: list[Any] = [values[p.name] if p.kind == "value" else tensors[p.name] for p in block.reads]
+        reads = list(box)
+        for port in block.reads:
+            if last.get(port.name) == block.index and port.name not in wanted:
+                values.pop(port.name, None)
+        saved_reads = {s.index: reads[s.index] for s in function.saved if s.kind == "read"}
+        reads.clear()
+        out = function.forward(box)
+        values.update(zip(block.writes, out, strict=False))
+        own = out[function.writes :]
+        kept.append([saved_reads[s.index] if s.kind == "read" else own[s.index] for s in function.saved])
+        del out, own, saved_reads, box
+    results = [values.pop(p.name) if p.kind == "value" else tensors[p.name] for p in blocks.results]
+    values.clear()
+    gradients: dict[str, Tensor] = {}
+    for port, result in zip(blocks.results, results, strict=True):
+        if port.kind == "value" and result.is_floating_point():
+            gradients[port.name] = torch.ones_like(result) if gradient is None else gradient
+    for block in reversed(blocks.blocks):
+        function = functions[block.cls]
+        box = kept.pop()
+        if function.backward is None:
+            continue
+        box += [gradients.pop(block.writes[i]) for i in function.tangents]
+        for index, found in zip(function.gradients, function.backward(box), strict=True):
+            name = block.reads[index].name
+            gradients[name] = gradients[name] + found if name in gradients else found
+        del found, box
+    return results, gradients
+
+
+class Tracker(TorchDispatchMode):
+    """Counts the bytes of live tensor storages as ops make them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.now = self.peak = 0
+        self._seen: set[int] = set()
+
+    def track(self, tensor: Tensor) -> None:
+        storage = tensor.untyped_storage()
+        key, size = storage._cdata, storage.nbytes()
+        if key in self._seen:
+            return
+        self._seen.add(key)
+        self.now += size
+        self.peak = max(self.peak, self.now)
+
+        def gone() -> None:
+            self.now -= size
+            self._seen.discard(key)
+
+        weakref.finalize(storage, gone)
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        for one in out if isinstance(out, (list, tuple)) else (out,):
+            if isinstance(one, Tensor):
+                self.track(one)
+        return out
