@@ -1,0 +1,119 @@
+"""Sharding rules: one op instance described by named dims, from which placements, Partial results, local shapes and costs follow.
+
+    describe(node)             the named dims of an op, None where no rule covers it (the caller computes it replicated and says so by name)
+    tensor_arguments(node)     the nodes that OpDims.inputs speaks of
+    localise(node, …)          size arguments on a shard
+    decomposition(node)        the op by finer ones that have rules, for labels that it keeps whole
+    backward_flops(node)       FLOPs of its gradients
+
+Reading order: describe.py (the contract), call.py, labels.py, language.py, registry.py, then the rules by idea: pointwise.py, contraction.py,
+views.py and pieces.py, reduction.py, norms.py, attention.py, losses.py, index.py, conv.py, rnn.py, factory.py; sums.py and loss_means.py
+hold the decompositions, sizes.py localise, flops.py the backward costs.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from functools import lru_cache
+from typing import Any
+
+import sympy
+from torch import Tensor, fx
+from torch._ops import OpOverload
+
+from partitioner.passes.rules import (
+    attention,
+    contraction,
+    conv,
+    factory,
+    index,
+    loss_means,
+    losses,
+    norms,
+    pieces,
+    pointwise,
+    reduction,
+    registry,
+    rnn,
+    sums,
+    views,
+)
+from partitioner.passes.rules.call import Call, Spec, frozen, results_of
+from partitioner.passes.rules.describe import OpDims
+from partitioner.passes.rules.flops import backward_flops_of
+from partitioner.passes.rules.sizes import localise
+
+__all__ = ["OpDims", "backward_flops", "decomposition", "describe", "describe_call", "localise", "tensor_arguments"]
+
+# Importing these files fills the tables of the registry.
+_RULE_FILES = (attention, contraction, conv, factory, index, loss_means, losses, norms, pieces, pointwise, reduction, rnn, sums, views)
+
+
+def _nodes(value: Any) -> Iterator[fx.Node]:
+    if isinstance(value, fx.Node):
+        if isinstance(value.meta.get("val"), Tensor):
+            yield value
+    elif isinstance(value, (list, tuple)):
+        for entry in value:
+            yield from _nodes(entry)
+    elif isinstance(value, dict):
+        for entry in value.values():
+            yield from _nodes(entry)
+
+
+def tensor_arguments(node: fx.Node) -> list[fx.Node]:
+    """The nodes that hold one tensor, in the order of flattening args then kwargs, duplicates kept, lists flattened."""
+    return [*_nodes(node.args), *_nodes(node.kwargs)]
+
+
+def _key(node: fx.Node) -> tuple[OpOverload, tuple[Any, ...], tuple[Any, ...], tuple[Spec | None, ...]] | None:
+    if not isinstance(node.target, OpOverload):
+        return None
+    return node.target, frozen(node.args), frozen(node.kwargs), results_of(node.meta.get("val"))
+
+
+@lru_cache(maxsize=65536)
+def describe_call(target: OpOverload, args: tuple[Any, ...], kwargs: tuple[tuple[str, Any], ...], outputs: tuple[Spec | None, ...]) -> OpDims | None:
+    """`describe` by frozen arguments (see call.frozen); equal instances share one OpDims."""
+    found = registry.find(registry.RULES, target)
+    if found is None and pointwise.is_pointwise(target):
+        found = pointwise.pointwise
+    if found is None or not outputs or all(spec is None for spec in outputs):
+        return None
+    result: OpDims | None = found(Call(target, args, dict(kwargs), outputs))
+    return result
+
+
+def describe(node: fx.Node) -> OpDims | None:
+    """The named dims of an op instance, from the fake tensors in meta["val"] of the node and of its arguments.
+
+    None: no rule covers it, or the node is no ATen op (placeholder, getitem, scalar arithmetic).
+    """
+    key = _key(node)
+    return None if key is None else describe_call(*key)
+
+
+def decomposition(node: fx.Node) -> Callable[..., Any] | None:
+    """The op as a function of the node's own args and kwargs, written in ATen ops that have rules and whose labels may be cut.
+
+    For ops that average over a label, or keep it whole for the sake of one argument (a bias). The function reads no sizes of its tensors:
+    what it needs of the captured, global, sizes it holds as numbers. None where there is no such form.
+    """
+    key = _key(node)
+    if key is None:
+        return None
+    target, args, kwargs, outputs = key
+    found = registry.find(registry.DECOMPOSERS, target)
+    function: Callable[..., Any] | None = None if found is None else found(Call(target, args, dict(kwargs), outputs))
+    return function
+
+
+def backward_flops(node: fx.Node, needs: Sequence[bool] | None = None) -> sympy.Expr:
+    """FLOPs of the gradients of an op in the label symbols of `describe(node)`, as torch.utils.flop_counter counts them.
+
+    `needs` tells, per tensor argument, whether it wants a gradient; None: every floating-point argument does.
+    """
+    key = _key(node)
+    dims = describe(node)
+    if key is None or dims is None:
+        return sympy.Integer(0)
+    target, args, kwargs, outputs = key
+    return backward_flops_of(Call(target, args, dict(kwargs), outputs), dims, needs)

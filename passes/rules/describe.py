@@ -22,7 +22,8 @@ class OpDims:
     """Named dims of one op instance.
 
     inputs: one entry per tensor argument of the node, in the order of flattening node.args then node.kwargs, duplicates kept
-        (see `tensor_arguments`); outputs: one entry per result of the op (one for a single-output op), None for a result that is no tensor.
+        (see `tensor_arguments`); None for one of which the op reads neither values nor sizes (`x.new_zeros(4)`, `x.type_as(y)`'s y),
+        so that any placement will do; outputs: one entry per result of the op (one for a single-output op), None for a result that is no tensor.
     sizes: the size of every label at the captured shapes.
     whole: labels that no shard may cut (softmax's dim, a convolution's spatial dims, a sorted dim).
     A label in inputs, absent from outputs and not in `whole` is summed: cutting it makes the outputs Partial(sum).

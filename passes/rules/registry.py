@@ -1,0 +1,58 @@
+"""Tables from ops to rules and to decompositions, by name: "linear" for every overload of aten.linear, "max.dim" for one, "ns::op" for other namespaces."""
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+from torch._ops import OpOverload
+
+from partitioner.passes.rules.call import Call
+from partitioner.passes.rules.describe import OpDims
+from partitioner.passes.rules.language import apply, parse
+
+Rule = Callable[[Call], OpDims | None]
+Decomposer = Callable[[Call], Callable[..., Any] | None]
+
+RULES: dict[str, Rule] = {}
+DECOMPOSERS: dict[str, Decomposer] = {}
+
+
+def _full(name: str) -> str:
+    return name if "::" in name else f"aten::{name}"
+
+
+def rule(*names: str) -> Callable[[Rule], Rule]:
+    """Register a Python rule for ops."""
+
+    def register(function: Rule) -> Rule:
+        for name in names:
+            RULES[_full(name)] = function
+        return function
+
+    return register
+
+
+def text(names: str, pattern: str, linear: Iterable[str] = (), linear_one: Iterable[str] = (), flops: str | None = None) -> None:
+    """Register a text rule for the ops named in a space-separated list."""
+    parse(pattern)
+    linear, linear_one = tuple(linear), tuple(linear_one)
+    for name in names.split():
+        RULES[_full(name)] = lambda call: apply(call, pattern, linear, linear_one, flops)
+
+
+def decomposer(*names: str) -> Callable[[Decomposer], Decomposer]:
+    """Register a function that writes ops by finer ones."""
+
+    def register(function: Decomposer) -> Decomposer:
+        for name in names:
+            DECOMPOSERS[_full(name)] = function
+        return function
+
+    return register
+
+
+def find(table: dict[str, Any], target: OpOverload) -> Any:
+    """The entry of an overload: its own, else that of all overloads, else None."""
+    name = str(target._schema.name)
+    overload = target._overloadname
+    found = table.get(f"{name}.{overload}")
+    return table.get(name) if found is None else found
