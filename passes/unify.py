@@ -79,6 +79,12 @@ def _storages(node: fx.Node, out: Any, field: str) -> tuple[Storage, ...]:
     return tuple(found)
 
 
+def _identity(value: Tensor) -> object:
+    """Equal for two tensors that are one value: the same elements of the same storage."""
+    view = (value.storage_offset(), value.shape, value.stride(), value.dtype, value.is_conj(), value.is_neg())
+    return (value.untyped_storage()._cdata, *view)
+
+
 class Numbers:
     """Integer expressions over the scalar placeholders of the merged graph, each made once, right behind the placeholders."""
 
@@ -135,10 +141,11 @@ class Unifier:
         self.graph = fx.Graph()
         self.env: dict[fx.Node, fx.Node] = {}  # node of the first recording -> merged
         self._pair: dict[fx.Node, fx.Node] = {}
+        self._values: dict[object, fx.Node] = {}
         self._scalars = scalars
 
     def run(self) -> fx.Graph:
-        """The merged graph, without an output node: dead ops left out, detach and alias seen through."""
+        """The merged graph, without an output node: dead ops left out, and views that equal an earlier value (detach, a transpose undone) seen through."""
         mine = list(self.first.graph.nodes)
         theirs = list(self.second.graph.nodes) if self.second else mine
         if len(mine) != len(theirs):
@@ -150,15 +157,19 @@ class Unifier:
             if source is None:
                 nodes[self._scalars[index]] = self.graph.placeholder(self._scalars[index])
             else:
-                self._place(source, self.graph.placeholder(source.name))
+                self._argument_of(source)
         for source in self.first.tangents:
-            self._place(source, self.graph.placeholder(source.name))
+            self._argument_of(source)
         sentinel = {self._scalars[i]: value for i, value in sentinels(self._scalars).items()}
         self.numbers = Numbers(self.graph, self.rows, nodes, sentinel)
         for node in mine:
             if node.op == "call_function" and node in live:
                 self._visit(node)
         return self.graph
+
+    def _argument_of(self, source: fx.Node) -> None:
+        self._place(source, self.graph.placeholder(source.name))
+        self._values.setdefault(_identity(source.meta["out"]), source)
 
     def _branches(self, first: str, second: str) -> CaptureError:
         return CaptureError(f"{first} for {self.rows} rows but {second} for one more; the ops must not depend on the size of the batch, only sizes may")
@@ -175,15 +186,29 @@ class Unifier:
         other = self._pair[node]
         if node.target is not other.target:
             raise self._branches(f"block {self.name} runs {node.target}", f"{other.target}")
-        if node.target in (torch.ops.aten.detach.default, torch.ops.aten.alias.default):
-            self.env[node] = self.env[node.args[0]]  # type: ignore[index]
+        same = self._same(node, other)
+        if same is not None:
+            self.env[node] = same
             return
         where = f"{node.target} in {node.meta.get('module') or 'the model'}"
         args = tuple(self._argument(a, b, where) for a, b in zip(node.args, other.args, strict=True))
         kwargs = {k: self._argument(v, other.kwargs[k], where) for k, v in node.kwargs.items()}
         target: Any = node.target
-        name = f"{args[0].name}_{args[1]}" if target is operator.getitem else target._schema.name.split("::")[-1]
+        name = f"{args[0].name}_{args[1]}" if target is operator.getitem else target._schema.name.split("::")[-1].lstrip("_")
         self._place(node, self.graph.create_node("call_function", node.target, args, kwargs, name=name))
+
+    def _same(self, node: fx.Node, other: fx.Node) -> fx.Node | None:
+        """An earlier merged node with the same elements in the same storage."""
+        if node.target is torch.ops.aten.pow.Tensor_Scalar and node.args[1] == 1 and node.meta["out"].dtype == node.args[0].meta["out"].dtype:  # type: ignore[union-attr]
+            return self.env[node.args[0]]  # type: ignore[index]  # the derivative of a square copies what it squared
+        out = node.meta["out"]
+        if not isinstance(out, Tensor):
+            return None
+        key = _identity(out)
+        first = self._values.setdefault(key, node)
+        if first is node or _identity(self._pair[first].meta["out"]) != _identity(other.meta["out"]):
+            return None
+        return self.env[first]
 
     def _argument(self, a: Any, b: Any, where: str) -> Any:
         if isinstance(a, fx.Node):
