@@ -15,7 +15,13 @@ import subprocess
 import sys
 import time
 from collections import Counter
+from collections.abc import Callable, Iterable
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:  # the launcher need not wait for torch
+    import torch
+    from torch import Tensor, nn
 
 RANKS = 2
 MEMORY = "80MB"
@@ -53,7 +59,7 @@ def train(steps: int, memory: str, out: Path) -> int:
     data = torch.frombuffer(bytearray(text), dtype=torch.uint8)
     say(f"text: {len(text):,} bytes of English (Python's own help topics), unigram entropy {entropy:.3f} nats a byte")
 
-    def batch(step: int) -> dict[str, torch.Tensor]:
+    def batch(step: int) -> "dict[str, Tensor]":
         starts = torch.randint(len(data) - LENGTH, (ROWS,), generator=torch.Generator().manual_seed(step))
         tokens = torch.stack([data[start : start + LENGTH] for start in starts.tolist()]).long()
         return {"input_ids": tokens, "labels": tokens}
@@ -63,7 +69,7 @@ def train(steps: int, memory: str, out: Path) -> int:
     say(f"model: Llama of {sum(p.numel() for p in model.parameters()):,} parameters, batches of {ROWS} x {LENGTH} bytes")
     expected = plain_losses(copy.deepcopy(model), batch)
 
-    planning = {"gpus": ranks, "example_kwargs": batch(0), "optimizer": "adamw"}
+    planning: dict[str, Any] = {"gpus": ranks, "example_kwargs": batch(0), "optimizer": "adamw"}
     if rank == 0:
         plain = {"shard": "none", "checkpoint": "none", "micro_batches": 1}
         needed = make_plan(copy.deepcopy(model), **planning, constraints=plain).predicted.peak_bytes
@@ -124,7 +130,7 @@ def unigram_entropy(text: bytes) -> float:
     return -sum(count / len(text) * math.log(count / len(text)) for count in Counter(text).values())
 
 
-def llama():  # type: ignore[no-untyped-def]
+def llama() -> "nn.Module":
     """A byte-level Llama with random weights."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -137,10 +143,11 @@ def llama():  # type: ignore[no-untyped-def]
         max_position_embeddings=LENGTH,
         use_cache=False,
     )
-    return LlamaForCausalLM(config)
+    model: nn.Module = LlamaForCausalLM(config)
+    return model
 
 
-def adamw(parameters):  # type: ignore[no-untyped-def]
+def adamw(parameters: "Iterable[nn.Parameter]") -> "tuple[torch.optim.Optimizer, torch.optim.lr_scheduler.LRScheduler]":
     """torch's own optimizer and schedule, for the plain and for the parallel model."""
     import torch
 
@@ -148,7 +155,7 @@ def adamw(parameters):  # type: ignore[no-untyped-def]
     return optimizer, torch.optim.lr_scheduler.LinearLR(optimizer, start_factor=0.1, total_iters=10)
 
 
-def plain_losses(model, batch) -> list[float]:  # type: ignore[no-untyped-def]
+def plain_losses(model: "nn.Module", batch: "Callable[[int], dict[str, Tensor]]") -> list[float]:
     """The first losses of plain PyTorch in one process, on the whole batch."""
     optimizer, schedule = adamw(model.parameters())
     losses = []
