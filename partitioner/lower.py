@@ -12,8 +12,6 @@ from partitioner.passes.dims import Cut
 from partitioner.prepare import AXIS, Prepared
 from partitioner.runtime.program import Call, Event, Function, Instruction, Mode, Program, Ref, Replay, Shard, Slice, Unit
 
-Price = Callable[[BlockFunction, bool, int], float]
-"""seconds of a function's forward (or, if True, backward) on so many rows"""
 Communication = Callable[[str, int], float]
 
 
@@ -56,12 +54,12 @@ def lower(
     mode: Mode,
     grad: bool,
     ranks: int,
+    only: Sequence[int],
     parameter_bytes: Mapping[str, int],
-    price: Price,
     communication: Communication,
     prefetch: bool,
 ) -> tuple[Program, ...]:
-    """The programs of all ranks. `parameter_bytes`: whole bytes of each parameter."""
+    """The programs of the ranks `only`. `parameter_bytes`: whole bytes of each parameter; communication(op, bytes): seconds."""
     blocks = prepared.blocks
     functions: dict[str, Function] = {}
     made: dict[str, BlockFunction] = {}
@@ -89,11 +87,11 @@ def lower(
     loss, outputs, placements, buffers = _results(prepared)
     held = {ref.name for ref, _ in outputs if ref.kind == "value"} | {ref.name for _, ref in buffers if ref.kind == "value"} | ({loss} if loss else set())
     programs = []
-    for rank in range(ranks):
+    for rank in only:
         rows, starts, whole_rows, whole_start = _rows(prepared.total, rank, ranks, choice.micro_batches)
 
         def seconds(op: str, name: str, mb: int, rows: tuple[int, ...] = rows) -> float:
-            return price(made[name], op == "BACKWARD", rows[mb])
+            return prepared.price(made[name], op == "BACKWARD", rows[mb])
 
         order = Order(
             calls=calls[: len(blocks.blocks)],

@@ -89,7 +89,7 @@ def solve(problem: Problem, *, seconds: float = 60.0) -> Solution:
             raise InfeasibleError(_why(problem, least.memory))
         choices, bound = least.choices, min(bound, least.bound_seconds)
     else:
-        lighter = program.lightest(choices, seconds_of(problem, choices) * (1 + SAME), seconds / 4)
+        lighter = program.lightest(seconds_of(problem, choices) * (1 + SAME), seconds / 4)
         if lighter is not None and _better(problem, lighter, choices):
             choices = lighter
     return _solution(problem, choices, bound)
@@ -99,12 +99,12 @@ def least_memory(problem: Problem, *, seconds: float = 60.0) -> Solution:
     """The choices with the least peak, whatever the capacity; among them the fastest. bound_seconds is that of the unlimited problem."""
     _check(problem)
     program = CountProgram(problem, capacity=False)
-    choices = program.lightest(None, None, seconds)
+    choices = program.lightest(None, seconds)
     if choices is None:
         raise ArithmeticError("the search found no choices although there is no limit")
     peak = breakdown(problem, choices).peak_bytes
     program.limit(peak)
-    faster = program.fastest(seconds / 4, start=choices)
+    faster = program.fastest(seconds / 4)
     if faster.choices is not None and breakdown(problem, faster.choices).peak_bytes <= peak:
         choices = faster.choices
     return _solution(problem, choices, min(faster.bound, seconds_of(problem, choices)))

@@ -30,28 +30,25 @@ class CountProgram:
         variable = self._program.variable
         self._persistent, self._peak, self._seconds = variable(), variable(), variable()
         self._counts = [{o: variable(0, run.count, integer=True) for o in kept} for run, kept in zip(problem.runs, self._kept, strict=True)]
-        self._uses: list[dict[int, int]] = []
         saved = variable(0.0, 0.0)
         for run, counts in zip(problem.runs, self._counts, strict=True):
             if run.count:
                 saved = self._add_run(run, counts, saved)
-            else:
-                self._uses.append({})
         self._add_persistent()
         self._add_seconds()
         self._peak_row = self._program.row({self._peak: 1.0}, upper=self._scaled_capacity())
         self._seconds_row = self._program.row({self._seconds: 1.0})
 
-    def fastest(self, limit: float, *, start: Choices | None = None) -> Fastest:
+    def fastest(self, limit: float) -> Fastest:
         """Minimise T."""
         self._program.bound_row(self._seconds_row)
-        outcome = self._program.minimise({self._seconds: 1.0}, start=self._point(start), seconds=limit)
+        outcome = self._program.minimise({self._seconds: 1.0}, seconds=limit)
         return Fastest(self._decode(outcome), outcome.bound / self._per_second)
 
-    def lightest(self, start: Choices | None, at_most_seconds: float | None, limit: float) -> Choices | None:
+    def lightest(self, at_most_seconds: float | None, limit: float) -> Choices | None:
         """Minimise Z among the choices that take no longer than `at_most_seconds`."""
         self._program.bound_row(self._seconds_row, upper=inf if at_most_seconds is None else at_most_seconds * self._per_second)
-        return self._decode(self._program.minimise({self._peak: 1.0}, start=self._point(start), seconds=limit))
+        return self._decode(self._program.minimise({self._peak: 1.0}, seconds=limit))
 
     def limit(self, capacity: int) -> None:
         """Set the capacity, in bytes."""
@@ -91,7 +88,6 @@ class CountProgram:
         program.row({n: 1.0 for n in counts.values()}, lower=run.count, upper=run.count)
         held = {self._persistent: 1.0, before: 1.0, self._peak: -1.0}
         program.row({**held, **{n: options[o].peak_bytes * scale / run.count for o, n in counts.items()}}, upper=0.0)
-        uses: dict[int, int] = {}
         if run.count > 1:
             least = min(options[o].tail_bytes for o in counts)
             prefix: dict[int, float] = {}
@@ -99,11 +95,10 @@ class CountProgram:
                 prefix[n] = options[o].saved_bytes * scale
                 row, extra = {**held, **prefix}, options[o].tail_bytes - least
                 if extra:
-                    uses[o] = program.binary()
-                    program.row({n: 1.0, uses[o]: -float(run.count)}, upper=0.0)
-                    row[uses[o]] = extra * scale
+                    used = program.binary()
+                    program.row({n: 1.0, used: -float(run.count)}, upper=0.0)
+                    row[used] = extra * scale
                 program.row(row, upper=-least * scale)
-        self._uses.append(uses)
         after = program.variable()
         program.row({after: -1.0, before: 1.0, **{n: options[o].saved_bytes * scale for o, n in counts.items()}}, lower=0.0, upper=0.0)
         return after
@@ -133,15 +128,3 @@ class CountProgram:
         if outcome.values is None:
             return None
         return tuple(tuple(o for o, n in counts.items() for _ in range(round(outcome.values[n]))) for counts in self._counts)
-
-    def _point(self, choices: Choices | None) -> dict[int, float] | None:
-        """Choices as values of the integer variables."""
-        if choices is None:
-            return None
-        point: dict[int, float] = {}
-        for taken, counts, uses in zip(choices, self._counts, self._uses, strict=True):
-            for o, n in counts.items():
-                point[n] = float(taken.count(o))
-                if o in uses:
-                    point[uses[o]] = float(o in taken)
-        return point

@@ -18,6 +18,7 @@ from partitioner.passes.liveness import footprint, schedule
 from partitioner.passes.split import BackwardGraph, ForwardGraph
 from partitioner.passes.unify import is_number
 
+Run = Callable[[list[object]], tuple[Tensor, ...]]
 _SHORT = {
     torch.float64: "f64", torch.float32: "f32", torch.float16: "f16", torch.bfloat16: "bf16", torch.complex64: "c64", torch.complex128: "c128",
     torch.int64: "i64", torch.int32: "i32", torch.int16: "i16", torch.int8: "i8", torch.uint8: "u8", torch.bool: "bool",
@@ -37,14 +38,12 @@ def emit(cls: BlockClass, forward: ForwardGraph, backward: BackwardGraph | None,
     if backward is not None:
         parts.append(_function(f"{name}_backward", backward.graph, ops, _backward_title(cls, backward)))
     source = _file(ops, parts)
-    namespace: dict[str, Any] = {}
-    exec(compile(source, f"<{name}>", "exec"), namespace)
-    run: Callable[[list[object]], tuple[Tensor, ...]] | None = namespace[f"{name}_backward"] if backward is not None else None
+    ahead, back = compile_source(source, name)
     return BlockFunction(
         name=name,
         source=source,
-        forward=namespace[f"{name}_forward"],
-        backward=run,
+        forward=ahead,
+        backward=back,
         writes=forward.writes,
         saved=backward.saved if backward is not None else (),
         tangents=backward.tangents if backward is not None else (),
@@ -52,6 +51,13 @@ def emit(cls: BlockClass, forward: ForwardGraph, backward: BackwardGraph | None,
         forward_footprint=footprint(forward.graph),
         backward_footprint=footprint(backward.graph) if backward is not None else None,
     )
+
+
+def compile_source(source: str, name: str) -> tuple[Run, Run | None]:
+    """The forward and, where there is one, the backward of emitted text. The text is code: take it from `emit` alone."""
+    namespace: dict[str, Any] = {}
+    exec(compile(source, f"<{name}>", "exec"), namespace)
+    return namespace[f"{name}_forward"], namespace.get(f"{name}_backward")
 
 
 def emit_source_file(functions: Iterable[BlockFunction]) -> str:

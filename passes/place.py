@@ -25,6 +25,7 @@ from torch import fx
 from torch.distributed.tensor.placement_types import Partial, Placement, Replicate
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.node import map_arg
+from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from partitioner.errors import BatchError
 from partitioner.passes.batch import Batch
@@ -258,7 +259,17 @@ class _Placer:
     def _decomposed(self, node: fx.Node, arguments: list[fx.Node], finer: Any) -> fx.Node:
         """Trace the finer ops at global shapes and place each."""
         originals = tensor_arguments(node)
-        traced = make_fx(finer, pre_dispatch=True)(*[a.meta["val"] for a in originals])
+        flat, spec = tree_flatten((node.args, node.kwargs))
+        tensors = [at for at, leaf in enumerate(flat) if isinstance(leaf, fx.Node)]
+
+        def on_tensors(*values: torch.Tensor) -> Any:
+            leaves = list(flat)
+            for at, value in zip(tensors, values, strict=True):
+                leaves[at] = value
+            args, kwargs = tree_unflatten(leaves, spec)
+            return finer(*args, **kwargs)
+
+        traced = make_fx(on_tensors, pre_dispatch=True)(*[a.meta["val"] for a in originals])
         local: dict[fx.Node, fx.Node] = dict(zip((n for n in traced.graph.nodes if n.op == "placeholder"), arguments, strict=True))
         outer_env, self.env = self.env, local
         try:
@@ -310,7 +321,7 @@ class _Placer:
         random_key = self.scalars["key_local"] if isinstance(places[0], Cut) else self.scalars["key_shared"]
 
         def convert(old: fx.Node) -> fx.Node:
-            if _is_tensor(old):
+            if isinstance(old.meta.get("val"), torch.Tensor):
                 return next(queue)
             new = self.env[old]
             return random_key if new is self.scalars["key_shared"] else new
@@ -374,11 +385,9 @@ def _tuple(*parts: object) -> tuple[object, ...]:
     return parts
 
 
-_UNIFORM = frozenset(
-    op
-    for packet in ("zeros", "ones", "full", "empty")
-    for op in (getattr(torch.ops.aten, packet).default,)
-) | {_ops.random.default}
+_aten = torch.ops.aten
+# factories whose elements do not depend on their position
+_UNIFORM = frozenset((_aten.zeros.default, _aten.ones.default, _aten.full.default, _aten.empty.memory_format, _ops.random.default))
 
 
 def _hoist(graph: Graph, cuts: list[Cut | None]) -> tuple[Graph | None, Graph, list[Cut | None]]:

@@ -1,0 +1,216 @@
+"""The two doors: `make_plan` decides, `auto_parallelize` decides and runs."""
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from partitioner.cluster import Cluster
+from partitioner.errors import CaptureError, LaunchError, PartitionerError
+from partitioner.passes.collectives import bind
+from partitioner.passes.tree import named_leaves
+from partitioner.plan import Plan
+from partitioner.prepare import AXIS
+from partitioner.runtime.launch import Ranks, agree, broadcast_object, join, launched
+from partitioner.runtime.module import ParallelModule
+from partitioner.runtime.parameters import UnitStore
+from partitioner.runtime.program import Program, Request, Unit
+from partitioner.session import Session
+from partitioner.ship import Parcel, pack, unpack
+
+Gpus = int | str | Cluster | Path
+
+
+def make_plan(
+    model: nn.Module,
+    gpus: Gpus = 1,
+    *,
+    example_inputs: Any = None,
+    example_kwargs: Mapping[str, Any] | None = None,
+    loss: Callable[..., Tensor] | None = None,
+    example_targets: Any = None,
+    init_fn: Callable[[nn.Module], Any] | None = None,
+    batch_dim: Any = "auto",
+    optimizer: str = "adamw",
+    precision: str = "fp32",
+    memory: int | str | None = None,
+    constraints: Mapping[str, Any] | None = None,
+    verify: bool = True,
+    plan: Plan | None = None,
+) -> Plan:
+    """Decide how to train `model` on `gpus` devices; nothing is run but the check of the capture.
+
+    gpus: a number of devices like those at hand, "16x8 h100-sxm" (nodes x devices), a Cluster, or the path of a cluster .toml.
+    example_inputs, example_kwargs, example_targets: one global batch, real, fake or meta tensors.
+    loss: callable(output) or, with example_targets, callable(output, targets); None: the model returns its loss.
+    init_fn: for models on meta; auto_parallelize calls init_fn(model) on an empty copy.
+    batch_dim: an int, a pytree of int / None like the inputs, or "auto".
+    memory: bytes per device that a whole step may take, for instance "16GB". constraints: decisions to pin, see constraints.py.
+    verify: compare the captured graph with the model itself on the example batch (models with real weights).
+    plan: decisions to take over, from a file perhaps, instead of deciding.
+
+    Raises PartitionerError: CaptureError, BatchError, ConstraintError, InfeasibleError, ClusterError, InputError, PlanError.
+    """
+    session = Session(
+        model,
+        gpus,
+        example_inputs=example_inputs,
+        example_kwargs=example_kwargs,
+        loss=loss,
+        example_targets=example_targets,
+        batch_dim=batch_dim,
+        optimizer=optimizer,
+        precision=precision,
+        memory=memory,
+        constraints=constraints,
+        verify=verify,
+    )
+    return session.plan(plan)
+
+
+def auto_parallelize(
+    model: nn.Module,
+    gpus: Gpus = 1,
+    *,
+    example_inputs: Any = None,
+    example_kwargs: Mapping[str, Any] | None = None,
+    loss: Callable[..., Tensor] | None = None,
+    example_targets: Any = None,
+    init_fn: Callable[[nn.Module], Any] | None = None,
+    batch_dim: Any = "auto",
+    optimizer: str = "adamw",
+    precision: str = "fp32",
+    memory: int | str | None = None,
+    constraints: Mapping[str, Any] | None = None,
+    verify: bool = True,
+    plan: Plan | None = None,
+) -> ParallelModule:
+    """Plan as `make_plan` does (or take `plan`) and return the model as a module that trains on all ranks.
+
+    Under torchrun every rank calls this alike: rank 0 plans and lowers, the others take its decisions and its weights. Without torchrun and
+    with more than one device the returned module holds the plan, and its train_step raises LaunchError with the torchrun line to type.
+    """
+    session = Session(
+        model,
+        gpus,
+        example_inputs=example_inputs,
+        example_kwargs=example_kwargs,
+        loss=loss,
+        example_targets=example_targets,
+        batch_dim=batch_dim,
+        optimizer=optimizer,
+        precision=precision,
+        memory=memory,
+        constraints=constraints,
+        verify=verify,
+    )
+    expected = session.ranks
+    if expected > 1 and launched() == 1:
+        return _Unlaunched(model, session.plan(plan))  # type: ignore[return-value]
+    ranks = join(expected)
+    group = ranks.group
+    bind(AXIS, group)
+    made: Plan = _on_first(ranks, lambda: session.plan(plan), "planning")
+    if any(p.is_meta for p in model.parameters()):
+        _materialize(model, init_fn, ranks.device)
+    else:
+        model.to(ranks.device)
+    _same_buffers(model, ranks)
+    lowering = _Lowering(session, ranks)
+    store = UnitStore(model, lowering.units, ranks=ranks.ranks, rank=ranks.rank, group=group)
+    store.planned_optimizer = optimizer
+    session.take_over()
+    return ParallelModule(
+        model,
+        store,
+        lowering,
+        made,
+        rank=ranks.rank,
+        ranks=ranks.ranks,
+        group=group,
+        device=ranks.device,
+        flatten=lambda args, kwargs, has_targets, targets: named_leaves(args, kwargs, targets, has_targets),
+        expected=session.leaves,
+    )
+
+
+class _Lowering:
+    """Programs on demand: rank 0 lowers for all, every rank makes its functions from the emitted source."""
+
+    def __init__(self, session: Session, ranks: Ranks) -> None:
+        self._session, self._ranks = session, ranks
+        self.units: tuple[Unit, ...] = broadcast_object(session.units if ranks.rank == 0 else None, ranks)
+
+    def __call__(self, request: Request) -> Program:
+        ranks = self._ranks
+        agree("inputs of this call", _digest(request), ranks)
+        parcels: list[Parcel] = _on_first(ranks, lambda: [pack(p) for p in self._session.lower(request)], "lowering")
+        return unpack(parcels[ranks.rank], ranks.device)
+
+
+def _digest(request: Request) -> str:
+    import hashlib
+
+    shapes = [(path, tuple(leaf.shape), str(leaf.dtype)) if isinstance(leaf, Tensor) else (path, repr(leaf)) for path, leaf in request.leaves.items()]
+    return hashlib.sha256(repr((request.mode, request.training, request.grad, shapes)).encode()).hexdigest()
+
+
+def _on_first(ranks: Ranks, work: Callable[[], Any], what: str) -> Any:
+    """Do `work` on rank 0 and give everyone its result; what it raises is raised on every rank."""
+    result: tuple[bool, Any] | None = None
+    problem: BaseException | None = None
+    if ranks.rank == 0:
+        try:
+            result = (True, work())
+        except PartitionerError as error:
+            problem, result = error, (False, error)
+        except Exception as error:  # any failure must reach the ranks that wait
+            problem, result = error, (False, PartitionerError(f"{what} failed on rank 0: {type(error).__name__}: {error}"))
+    good, value = broadcast_object(result, ranks)
+    if problem is not None:
+        raise problem
+    if not good:
+        raise value
+    return value
+
+
+def _materialize(model: nn.Module, init_fn: Callable[[nn.Module], Any] | None, device: torch.device) -> None:
+    if init_fn is None:
+        raise CaptureError(
+            "the model is on the meta device and has no weights to train; pass init_fn=fill, where fill(model) gives every parameter and buffer its first value"
+        )
+    model.to_empty(device=device)
+    init_fn(model)
+
+
+def _same_buffers(model: nn.Module, ranks: Ranks) -> None:
+    """Every rank starts from rank 0's buffers (parameters: see UnitStore)."""
+    if ranks.group is None:
+        return
+    with torch.no_grad():
+        for tensor in {id(t): t for t in model.buffers()}.values():
+            if tensor.numel():
+                dense = tensor.detach().contiguous()
+                dist.broadcast(dense, group=ranks.group, group_src=0)
+                if dense.data_ptr() != tensor.data_ptr():
+                    tensor.copy_(dense)
+
+
+class _Unlaunched(nn.Module):
+    """The plan of a model that needs more processes than this one."""
+
+    def __init__(self, model: nn.Module, plan: Plan) -> None:
+        super().__init__()
+        self.model, self.plan = model, plan
+
+    def _refuse(self, *args: Any, **kwargs: Any) -> Any:
+        raise LaunchError(
+            f"the plan is for {self.plan.ranks} processes, but this script runs as one; start it with\n"
+            f"    torchrun --nproc-per-node {self.plan.ranks} your_script.py"
+        )
+
+    forward = train_step = _refuse
+

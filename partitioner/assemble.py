@@ -1,0 +1,126 @@
+"""From the planner's verdict to a Plan and back."""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from partitioner import plan as plans
+from partitioner.errors import PlanError
+from partitioner.lower import Choice, Decision, units_of
+from partitioner.passes.dims import Cut
+from partitioner.passes.emit import emit_source_file
+from partitioner.passes.rematerialize import Point
+from partitioner.planner import FRONTIER_POINTS, Verdict, ranks_to_simulate
+from partitioner.prepare import AXIS, Prepared
+from partitioner.runtime.program import Program, Shard
+from partitioner.runtime.simulator import Simulation
+from partitioner.runtime.text import program_text
+
+if TYPE_CHECKING:
+    from partitioner.session import Session
+
+
+@dataclass(frozen=True)
+class Lowered:
+    """The programs behind a plan: what `plan.simulate` and `plan.emit` show."""
+
+    programs: tuple[Program, ...]
+    simulations: tuple[Simulation, ...]
+    source: str
+
+    def write(self, folder: Path) -> None:
+        """`functions.py`: every block class as Python; `rank_K.txt`: the program of each simulated rank."""
+        (folder / "functions.py").write_text(self.source, encoding="utf-8")
+        for program in self.programs:
+            (folder / f"rank_{program.rank}.txt").write_text(program_text(program), encoding="utf-8")
+
+
+def assemble(session: "Session", verdict: Verdict) -> plans.Plan:
+    """The plan that says what was decided, with its programs attached."""
+    prepared, choice = verdict.prepared, verdict.choice
+    shard_of = {name: unit.shard for unit in choice.units for name in unit.parameters}
+    seen: set[str] = set()
+    keys: dict[tuple[str, frozenset[str]], str] = {}
+    classes: dict[str, dict[str, plans.SavedSet]] = {}
+    described: dict[str, str] = {}
+    blocks = []
+    for block, decision, point in zip(prepared.blocks.blocks, choice.decisions, verdict.points, strict=True):
+        key = keys.setdefault((block.cls, decision.saved), f"set{sum(cls == block.cls for cls, _ in keys)}")
+        sets = classes.setdefault(block.cls, {})
+        if key not in sets:
+            sets[key] = _saved_set(prepared, block.cls, decision, point)
+            described.setdefault(block.cls, block.label)
+        own = [port.name for port in block.reads if port.kind == "parameter" and port.name not in seen]
+        seen.update(own)
+        shard: Shard = shard_of[own[0]] if own else "none"
+        blocks.append(plans.BlockPlan(label=block.label, block_class=block.cls, shard=shard, keep_gathered=decision.keep_gathered, saved=key))
+    per_rank = dict(zip(ranks_to_simulate(session.ranks), verdict.simulations, strict=True))
+    first = verdict.simulations[0]
+    predictions = []
+    for rank in range(session.ranks):
+        simulation = per_rank.get(rank, first)  # ranks between the first and the last hold no more rows than the first
+        predictions.append(plans.RankPrediction(step_seconds=simulation.step_seconds, peak_bytes=simulation.peak_bytes, breakdown={}))
+    leaves = tuple(
+        plans.BatchLeaf(path=described.name, **_where(cut))
+        for described, cut in zip(prepared.placed.graph.inputs, prepared.placed.cuts, strict=True)
+        if described.kind == "input"
+    )
+    made = plans.Plan(
+        model=type(session.model).__name__,
+        fingerprint=session.fingerprint,
+        mesh={AXIS: session.ranks},  # type: ignore[dict-item]
+        micro_batches=choice.micro_batches,
+        batch=plans.Batch(rows=prepared.total, leaves=leaves),
+        classes={name: plans.ClassPlan(description=described[name], saved_sets=sets) for name, sets in classes.items()},
+        blocks=tuple(blocks),
+        optimizer=session.optimizer,
+        training=session.model.training,
+        memory_bytes=session.memory_bytes,
+        cluster=plans.ClusterSummary.of(session.cluster),
+        replicated=tuple(plans.Replicated(op=f.op, module=f.module, source=f.source, reason=f.why) for f in prepared.placed.fallbacks),
+        predicted=plans.Predicted.of(predictions),
+        bound_seconds=verdict.bound_seconds,
+        constraints=session.constraints.as_dict(),
+    )
+    functions = [prepared.function(block.cls, decision.saved) for block, decision in zip(prepared.blocks.blocks, choice.decisions, strict=True)]
+    if prepared.prologue is not None:
+        functions.append(prepared.prologue.function)
+    source = emit_source_file({function.name: function for function in functions}.values())
+    made._lowered = Lowered(verdict.programs, verdict.simulations, source)
+    return made
+
+
+def _where(cut: Cut | None) -> dict[str, int]:
+    return {} if cut is None else {"dim": cut.dim, "outer": cut.outer, "inner": cut.inner}
+
+
+def _saved_set(prepared: Prepared, cls: str, decision: Decision, point: Point) -> plans.SavedSet:
+    points = prepared.frontier(cls, FRONTIER_POINTS)
+    function = prepared.function(cls, decision.saved)
+    return plans.SavedSet(
+        values=tuple(sorted(decision.saved)),
+        bytes=point.saved_bytes,
+        keepable=max(len(p.saved) for p in points),
+        keepable_bytes=points[-1].saved_bytes,
+        recompute_seconds=point.recompute_seconds,
+        forward_seconds=prepared.price(function, False, prepared.typical_rows),
+        backward_seconds=prepared.price(function, True, prepared.typical_rows),
+    )
+
+
+def decisions_of(plan: plans.Plan, prepared: Prepared, parameters: tuple[str, ...], limit: int) -> tuple[Choice, tuple[Point, ...]]:
+    """The plan's decisions for this capture. Raises PlanError where its blocks or saved values are not the capture's."""
+    blocks = prepared.blocks.blocks
+    if [block.label for block in plan.blocks] != [block.label for block in blocks]:
+        raise PlanError(
+            f"the plan has {len(plan.blocks)} blocks, from {plan.blocks[0].label if plan.blocks else 'none'}, but this model is cut into {len(blocks)}: "
+            "it was made by another version of this library or of torch, or edited; make a new plan"
+        )
+    decisions, points = [], []
+    for planned, block in zip(plan.blocks, blocks, strict=True):
+        saved = frozenset(plan.classes[planned.block_class].saved_sets[planned.saved].values)
+        point = prepared.point(block.cls, saved, block.label)
+        decisions.append(Decision(point.saved, planned.keep_gathered))
+        points.append(point)
+    units = units_of(blocks, [planned.shard for planned in plan.blocks], parameters)
+    return Choice(tuple(decisions), units, plan.micro_batches), tuple(points)

@@ -1,0 +1,374 @@
+"""Decide: options per block in numbers, the solver's choice, the exact simulation of what was chosen.
+
+For every number of micro-batches that is legal, each block offers options: where its parameters lie (none, zero1, zero2, zero3), which saved
+set of its class's frontier it keeps, and, for zero3, whether its gathered parameters are kept until backward. The solver's memory model is a
+chain of sums; the simulator plays the lowered programs to the byte. Where they differ the capacity given to the solver is moved by the
+difference, and the best choice whose *simulated* peak fits is taken.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from math import inf
+
+import torch
+
+from partitioner.cluster import Cluster
+from partitioner.constraints import Constraints
+from partitioner.cost import collective_seconds
+from partitioner.errors import InfeasibleError
+from partitioner.lower import Choice, Decision, lower, units_of
+from partitioner.passes.block import Block, BlockFunction, Footprint
+from partitioner.passes.rematerialize import Point
+from partitioner.prepare import Prepared, check_micro_batches, most_micro_batches
+from partitioner.runtime.optimizer_bytes import planned_bytes
+from partitioner.runtime.program import Program, Shard, Unit
+from partitioner.runtime.simulator import Simulation, simulate
+from partitioner.runtime.unit_bytes import UnitBytes
+from partitioner.solver import Option, Problem, Run, Solution, solve
+
+FRONTIER_POINTS = 16
+_SHARDS: tuple[Shard, ...] = ("none", "zero1", "zero2", "zero3")
+_CORRECTIONS = 6
+SAME = 1e-9
+
+Shapes = dict[str, tuple[tuple[int, ...], torch.dtype, bool]]
+
+
+@dataclass(frozen=True)
+class Task:
+    """What the planner is asked. prepared(m): the capture, ready for m micro-batches; shapes: (shape, dtype, trainable) of every parameter; fixed_bytes: storage bytes of every input leaf,
+    buffer and constant; capacity_bytes: what one device may hold.
+    """
+
+    prepared: Callable[[int], Prepared]
+    cluster: Cluster
+    ranks: int
+    shapes: Shapes
+    fixed_bytes: Mapping[str, int]
+    capacity_bytes: int
+    optimizer: str
+    constraints: Constraints
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """The choice, its programs and simulations (rank by rank, as `ranks_to_simulate` lists them), and a proven lower bound of the step."""
+
+    prepared: Prepared
+    choice: Choice
+    points: tuple[Point, ...]  # the frontier point of every block
+    programs: tuple[Program, ...]
+    simulations: tuple[Simulation, ...]
+    bound_seconds: float
+    model_seconds: float = 0.0  # the solver's own objective
+
+
+def ranks_to_simulate(ranks: int) -> tuple[int, ...]:
+    """All of a few; of many the first and the last, which hold the most and the fewest rows."""
+    return tuple(range(ranks)) if ranks <= 8 else (0, ranks - 1)
+
+
+def communication(cluster: Cluster, ranks: int) -> Callable[[str, int], float]:
+    """Seconds of an instruction that communicates, by its name and bytes."""
+    scatter = "all_reduce" if cluster.device == "cpu" else "reduce_scatter"  # gloo scatters by an all-reduce
+
+    def seconds(op: str, size: int) -> float:
+        if op in ("REFRESH", "GATHER"):
+            return collective_seconds("all_gather", size, ranks, cluster)
+        return collective_seconds("all_reduce" if op == "REDUCE none" else scatter, size, ranks, cluster)  # type: ignore[arg-type]
+
+    return seconds
+
+
+def sizes_of(shapes: Shapes) -> dict[str, int]:
+    """Whole bytes of every parameter."""
+    return {name: _size(shape, dtype) for name, (shape, dtype, _) in shapes.items()}
+
+
+def trial(task: Task, prepared: Prepared, choice: Choice) -> tuple[tuple[Program, ...], tuple[Simulation, ...]]:
+    """Lower a choice to step programs and simulate them."""
+    programs = lower(
+        prepared,
+        choice,
+        mode="step",
+        grad=True,
+        ranks=task.ranks,
+        only=ranks_to_simulate(task.ranks),
+        parameter_bytes=sizes_of(task.shapes),
+        communication=communication(task.cluster, task.ranks),
+        prefetch=task.cluster.overlap,
+    )
+    simulations = []
+    for program in programs:
+        ghosts = UnitBytes.of(choice.units, task.shapes, task.ranks, program.rank)
+        local = [shape for ghost in ghosts.values() for shape in ghost.local_shapes()]
+        state, temporary = planned_bytes(task.optimizer, local, task.cluster.device)  # type: ignore[arg-type]
+        simulations.append(
+            simulate(
+                program,
+                bytes_of=task.fixed_bytes,
+                unit_bytes=ghosts,
+                optimizer_state_bytes=state,
+                optimizer_temporary_bytes=temporary,
+                overlap=task.cluster.overlap,
+            )
+        )
+    return programs, tuple(simulations)
+
+
+def decide(task: Task) -> Verdict:
+    """The fastest choice whose simulated peak fits. Raises InfeasibleError with the least memory that any choice takes."""
+    pinned = task.constraints.micro_batches
+    if pinned is not None:
+        check_micro_batches(task.prepared(pinned), task.ranks, pinned)
+    best: Verdict | None = None
+    problem: InfeasibleError | None = None
+    bound, count = inf, pinned or 1
+    while True:
+        model = _Model(task, count)
+        bound = min(bound, model.bound())
+        try:
+            verdict = _fit(task, model)
+        except InfeasibleError as error:
+            problem = problem or error
+        else:
+            if best is None or _seconds(verdict) < _seconds(best):
+                best = verdict
+        # where memory does not bind, cutting the batch in time gains nothing
+        unbound = best is not None and best.choice.micro_batches == count == 1 and best.model_seconds <= model.fastest * (1 + SAME)
+        count *= 2
+        if pinned is not None or unbound or count > most_micro_batches(task.prepared(count), task.ranks):
+            break
+    if best is None:
+        assert problem is not None
+        raise problem
+    return replace(best, bound_seconds=min(bound, _seconds(best)))
+
+
+def _seconds(verdict: Verdict) -> float:
+    return max(simulation.step_seconds for simulation in verdict.simulations)
+
+
+def _fit(task: Task, model: "_Model") -> Verdict:
+    """Solve; move the solver's capacity by what its model and the simulator differ, as long as that finds something better."""
+    capacity, best, refused = task.capacity_bytes, None, None
+    tried: set[int] = set()
+    for _ in range(_CORRECTIONS):
+        if capacity in tried:
+            break
+        tried.add(capacity)
+        try:
+            solution = solve(model.problem(capacity))
+        except InfeasibleError as error:
+            refused = error
+            slack = task.capacity_bytes // 20  # the model is careful: what it refuses may still fit
+            if best is not None or capacity >= 2 * task.capacity_bytes:
+                break
+            capacity += slack
+            continue
+        choice, points = model.choice(solution)
+        programs, simulations = trial(task, model.prepared, choice)
+        peak = max(simulation.peak_bytes for simulation in simulations)
+        if peak <= task.capacity_bytes:
+            verdict = Verdict(model.prepared, choice, points, programs, simulations, 0.0, solution.seconds)
+            if best is None or _seconds(verdict) < _seconds(best):
+                best = verdict
+            if solution.seconds <= model.fastest * (1 + SAME):
+                break
+        capacity = task.capacity_bytes + solution.peak_bytes - peak
+        if capacity <= 0:
+            break
+    if best is None:
+        raise refused or InfeasibleError(
+            f"no plan of this model fits {task.capacity_bytes:,} bytes per device with {model.micro_batches} micro-batches; "
+            "raise memory, use more devices, or a smaller batch"
+        )
+    return best
+
+
+class _Model:
+    """Blocks as options in numbers, for one number of micro-batches."""
+
+    def __init__(self, task: Task, micro_batches: int) -> None:
+        self.task, self.micro_batches = task, micro_batches
+        prepared = self.prepared = task.prepared(micro_batches)
+        self.blocks = prepared.blocks.blocks
+        self.rows = -(-prepared.typical_rows // micro_batches) if prepared.total is not None else 1
+        self.own, self.rest = self._own_parameters()
+        self._cache: dict[tuple[object, ...], list[tuple[Option, Decision, Shard, Point]]] = {}
+        readers: dict[str, set[int]] = {}
+        for block in self.blocks:
+            for port in block.reads:
+                if port.kind == "value":
+                    readers.setdefault(port.name, set()).add(block.index)
+        self.shared = {name for name, used in readers.items() if len(used) > 1}
+        self.options = [self._options(block) for block in self.blocks]
+
+    def _own_parameters(self) -> tuple[list[tuple[str, ...]], tuple[str, ...]]:
+        shards: list[Shard] = ["zero3"] * len(self.blocks)
+        units = units_of(self.blocks, shards, tuple(self.task.shapes))
+        mine = {unit.parameters[0]: unit for unit in units if unit.shard == "zero3"}
+        own = []
+        for block in self.blocks:
+            first = next((port.name for port in block.reads if port.kind == "parameter" and port.name in mine), None)
+            own.append(mine.pop(first).parameters if first is not None else ())
+        rest = tuple(name for unit in units if unit.shard == "none" for name in unit.parameters)
+        return own, rest
+
+    def _options(self, block: Block) -> list[tuple[Option, Decision, Shard, Point]]:
+        signature = tuple((self.task.shapes[name]) for name in self.own[block.index])
+        shared = tuple(port.name in self.shared for port in block.reads)
+        key = (block.cls, signature, shared)
+        if key not in self._cache:
+            self._cache[key] = self._make(block)
+        return self._cache[key]
+
+    def _make(self, block: Block) -> list[tuple[Option, Decision, Shard, Point]]:
+        task, prepared = self.task, self.prepared
+        points = prepared.frontier(block.cls, FRONTIER_POINTS)
+        match task.constraints.checkpoint:
+            case "none":
+                points = points[-1:]
+            case "full":
+                points = points[:1]
+        own = self.own[block.index]
+        shards: tuple[Shard, ...] = _SHARDS if task.constraints.shard == "auto" else (task.constraints.shard,)
+        if not own or task.ranks == 1 and task.constraints.shard == "auto":
+            shards = shards[:1]
+        made = []
+        for point in points:
+            function = prepared.function(block.cls, point.saved)
+            ahead, back = prepared.price(function, False, self.rows), prepared.price(function, True, self.rows)
+            for shard in shards:
+                for keep in (False, True) if shard == "zero3" and self._reads_again(block, function, own) else (False,):
+                    option = self._option(block, function, own, shard, keep, (ahead + back) * self.micro_batches)
+                    made.append((option, Decision(point.saved, keep), shard, point))
+        return made
+
+    def _reads_again(self, block: Block, function: BlockFunction, own: Sequence[str]) -> bool:
+        again = {block.reads[saved.index].name for saved in function.saved if saved.kind == "read" and block.reads[saved.index].kind == "parameter"}
+        return bool(again & set(own))
+
+    def _option(self, block: Block, function: BlockFunction, own: tuple[str, ...], shard: Shard, keep: bool, compute: float) -> Option:
+        task, m = self.task, self.micro_batches
+        whole, trainable = self._weigh(own)
+        unit = UnitBytes.of((Unit(0, shard, own),), task.shapes, task.ranks, 0)[0] if own else None
+        state = persistent = 0
+        if unit is not None:
+            state, _ = planned_bytes(task.optimizer, unit.local_shapes(), task.cluster.device)  # type: ignore[arg-type]
+            gradients = trainable if m > 1 and shard in ("none", "zero1") else unit.gradient_bytes()
+            persistent = unit.persistent() + state + gradients
+        seconds = communication(task.cluster, task.ranks)
+        gathers = 2 if shard == "zero3" and not keep and self._reads_again(block, function, own) else 1
+        traffic = 0.0
+        if own and task.ranks > 1:
+            times = m if shard in ("zero2", "zero3") else 1
+            traffic += times * seconds(f"REDUCE {shard}", trainable) if trainable else 0.0
+            if shard != "none":
+                traffic += (m * gathers if shard == "zero3" else 1) * seconds("GATHER", whole)
+        values = [at for at, port in enumerate(block.reads) if port.kind == "value" and not self.shared & {port.name}]
+        bytes_in = sum(self._argument(block, at) for at in values)
+        saved_reads = {saved.index for saved in function.saved if saved.kind == "read"} & set(values)
+        own_saved = _held(function.forward_footprint, range(function.writes, len(function.forward_footprint.results)), self.rows)
+        saved = own_saved + sum(self._argument(block, at) for at in saved_reads)
+        gathered = whole if shard == "zero3" else 0
+        moving = 0 if task.ranks == 1 else whole if shard in ("zero1", "zero2") else 0
+        forward = _rise(function.forward_footprint, self.rows) + bytes_in + gathered + moving
+        backward = 0
+        if function.backward_footprint is not None:
+            backward = _rise(function.backward_footprint, self.rows) + (0 if keep else gathered) + (trainable if task.ranks > 1 else 0)
+            backward += _held(function.forward_footprint, [at for at in function.tangents], self.rows)
+        return Option(
+            key=f"{shard} {'kept' if keep else ''} {len(function.saved)}",
+            compute_seconds=compute,
+            communication_seconds=traffic,
+            persistent_bytes=persistent,
+            saved_bytes=saved + (gathered if keep else 0),
+            forward_bytes=max(forward, saved),
+            backward_bytes=backward,
+        )
+
+    def _argument(self, block: Block, at: int) -> int:
+        """Bytes of the value that a block reads as its argument `at`."""
+        node = self.prepared.joint(block.cls).placeholders[at]
+        count = node.meta["val"].element_size()
+        for size in node.meta["sizes"]:
+            count *= size.at(self.rows)
+        return int(count)
+
+    def _weigh(self, names: Sequence[str]) -> tuple[int, int]:
+        sizes = [(_size(shape, dtype), trainable) for shape, dtype, trainable in (self.task.shapes[name] for name in names)]
+        return sum(size for size, _ in sizes), sum(size for size, trainable in sizes if trainable)
+
+    def problem(self, capacity: int | None) -> Problem:
+        """The solver's question. The optimizer's temporaries stand before the first block: nothing is saved then."""
+        task = self.task
+        runs: list[Run] = []
+        last: list[tuple[Option, Decision, Shard, Point]] | None = None
+        for options in self.options:
+            if runs and options is last:
+                runs[-1] = replace(runs[-1], count=runs[-1].count + 1)
+            else:
+                runs.append(Run(1, tuple(option for option, *_ in options)))
+            last = options
+        rest = UnitBytes.of((Unit(0, "none", self.rest),), task.shapes, task.ranks, 0)[0].persistent() if self.rest else 0
+        across = 0
+        for block in self.blocks:
+            across += sum(self._write(block, at) for at, name in enumerate(block.writes) if name in self.shared)
+        return Problem(tuple(runs), sum(task.fixed_bytes.values()) + rest + across, capacity, task.cluster.overlap)
+
+    def _write(self, block: Block, at: int) -> int:
+        node = self.prepared.joint(block.cls).results[at]
+        count = node.meta["val"].element_size()
+        for size in node.meta["sizes"]:
+            count *= size.at(self.rows)
+        return int(count)
+
+    @cached_property
+    def fastest(self) -> float:
+        """The solver's step time without a memory limit."""
+        return solve(self.problem(None)).seconds
+
+    def bound(self) -> float:
+        """A lower bound of the step under the memory limit: blocks take what is certain to be held, and no transients."""
+        relaxed = self.problem(self.task.capacity_bytes)
+        runs = tuple(
+            replace(run, options=tuple(replace(o, persistent_bytes=0, forward_bytes=o.saved_bytes, backward_bytes=0) for o in run.options))
+            for run in relaxed.runs
+        )
+        try:
+            return solve(replace(relaxed, runs=runs, base_bytes=0)).bound_seconds
+        except InfeasibleError:
+            return inf
+
+    def choice(self, solution: Solution) -> tuple[Choice, tuple[Point, ...]]:
+        """The solver's answer in words."""
+        indices = [index for run in solution.choices for index in run]
+        taken = [options[index] for options, index in zip(self.options, indices, strict=True)]
+        units = units_of(self.blocks, [shard for _, _, shard, _ in taken], tuple(self.task.shapes))
+        return Choice(tuple(decision for _, decision, _, _ in taken), units, self.micro_batches), tuple(point for *_, point in taken)
+
+
+def _size(shape: Sequence[int], dtype: torch.dtype) -> int:
+    return torch.Size(shape).numel() * dtype.itemsize
+
+
+def _rise(footprint: Footprint, rows: int) -> int:
+    """The most bytes of its own that a function holds at a time."""
+    now = most = 0
+    alive: dict[int, int] = {}
+    for kind, storage, size in footprint.events:
+        if kind == "make" and size is not None:
+            alive[storage] = size.at(rows)
+            now += alive[storage]
+            most = max(most, now)
+        elif storage in alive:
+            now -= alive.pop(storage)
+    return most
+
+
+def _held(footprint: Footprint, results: Sequence[int], rows: int) -> int:
+    """Bytes of the own storages that these results lie in."""
+    size = {storage: made.at(rows) for kind, storage, made in footprint.events if kind == "make" and made is not None}
+    return sum(size.get(storage, 0) for storage in {footprint.results[at] for at in results})

@@ -1,0 +1,216 @@
+"""From one capture to functions: placed, cut into block classes, differentiated; split and emitted for each saved set that is asked for.
+
+    Graph → dims → batch → place → blocks → (per class, on demand) joint → (per saved set, on demand) BlockFunction
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any
+
+from torch import fx
+
+from partitioner.errors import BatchError, PlanError
+from partitioner.passes.batch import Batch, infer, told
+from partitioner.passes.block import BlockClass, BlockFunction, Blocks, Port
+from partitioner.passes.blocks import cut
+from partitioner.passes.differentiate import Joint, differentiate
+from partitioner.passes.dims import analyse
+from partitioner.passes.emit import emit
+from partitioner.passes.graph import Graph
+from partitioner.passes.place import Placed, place, unplaced
+from partitioner.passes.remat_encode import communications, draws, encode
+from partitioner.passes.rematerialize import Point, frontier, price
+from partitioner.passes.split import split
+from partitioner.runtime.program import Slice
+
+AXIS = "dp"
+FREE_KINDS = ("parameter", "buffer", "constant", "input", "prologue", "scalar")  # what backward may read again without its being saved
+Seconds = Callable[[fx.Node], float]
+
+
+@dataclass(frozen=True)
+class Prologue:
+    """The block that runs once a step on this rank's whole share of the batch."""
+
+    function: BlockFunction
+    reads: tuple[Port, ...]
+    writes: tuple[str, ...]
+
+
+@dataclass
+class Prepared:
+    """One capture, ready to be priced and lowered. `total` is the number of rows of the global batch (None: it is not cut)."""
+
+    graph: Graph
+    placed: Placed
+    batch: Batch | None
+    blocks: Blocks
+    prologue: Prologue | None
+    total: int | None
+    typical_rows: int
+    keyed: bool
+    seconds: Seconds
+    _joints: dict[str, Joint] = field(default_factory=dict)
+    _functions: dict[tuple[str, frozenset[str]], BlockFunction] = field(default_factory=dict)
+    _frontiers: dict[str, tuple[Point, ...]] = field(default_factory=dict)
+    _prices: dict[str, tuple[float, float]] = field(default_factory=dict)
+
+    @cached_property
+    def slices(self) -> tuple[Slice, ...]:
+        """How every input leaf that some block reads is cut."""
+        found: dict[str, Slice] = {}
+        graphs = [(self.placed.graph, self.placed.cuts)]
+        if self.placed.prologue is not None:
+            cuts = tuple(node.meta.get("cut") for node in self.placed.prologue.placeholders)
+            graphs.append((self.placed.prologue, cuts))
+        for graph, cuts in graphs:
+            for described, where in zip(graph.inputs, cuts, strict=True):
+                if described.kind == "input":
+                    name = described.name
+                    found[name] = Slice(name) if where is None else Slice(name, where.dim, where.outer, where.inner)
+        return tuple(found.values())
+
+    def joint(self, cls: str) -> Joint:
+        """The class's forward and backward in one graph."""
+        if cls not in self._joints:
+            self._joints[cls] = differentiate(self.blocks.classes[cls], self.typical_rows)
+        return self._joints[cls]
+
+    def free(self, cls: str) -> frozenset[str]:
+        """Names of the reads that backward reads again at no price."""
+        block = next(block for block in self.blocks.blocks if block.cls == cls)
+        placeholders = self.joint(cls).placeholders
+        return frozenset(node.name for node, port in zip(placeholders, block.reads, strict=False) if port.kind in FREE_KINDS)
+
+    def keep(self, cls: str) -> frozenset[str]:
+        """Ops that must not run again: what communicates, and draws from a generator that advances in eager order."""
+        joint = self.joint(cls)
+        return communications(joint) | (frozenset() if self.keyed else draws(joint))
+
+    def frontier(self, cls: str, limit: int) -> tuple[Point, ...]:
+        """Pareto-optimal saved sets by ascending bytes; a single empty one where nothing is differentiated."""
+        if cls not in self._frontiers:
+            joint = self.joint(cls)
+            if not joint.gradients:
+                self._frontiers[cls] = (Point(frozenset(), 0, 0.0),)
+            else:
+                problem = encode(joint, self.seconds, self.free(cls), self.keep(cls))
+                self._frontiers[cls] = frontier(problem, limit)
+        return self._frontiers[cls]
+
+    def point(self, cls: str, saved: frozenset[str], label: str) -> Point:
+        """What a saved set costs. Raises PlanError where the class has no such values or they do not suffice."""
+        joint = self.joint(cls)
+        if not joint.gradients:
+            return Point(frozenset(), 0, 0.0)
+        if unknown := sorted(saved - set(joint.nodes)):
+            raise PlanError(f"block {label!r} cannot save {unknown[0]!r}: it computes no such value; the plan was edited, or made with another version")
+        try:
+            return price(encode(joint, self.seconds, self.free(cls), self.keep(cls)), saved)
+        except ValueError as error:
+            raise PlanError(f"block {label!r} cannot run its backward from the planned saved values: {error}") from error
+
+    def nearest(self, cls: str, saved: frozenset[str], share: float, limit: int) -> frozenset[str]:
+        """A saved set like one that was planned for another capture: the same names where they serve, else the frontier point that keeps no
+        larger share of the bytes.
+        """
+        joint = self.joint(cls)
+        if not joint.gradients:
+            return frozenset()
+        if saved <= set(joint.nodes):
+            try:
+                return price(encode(joint, self.seconds, self.free(cls), self.keep(cls)), saved).saved
+            except ValueError:
+                pass
+        points = self.frontier(cls, limit)
+        budget = share * points[-1].saved_bytes
+        return max((p for p in points if p.saved_bytes <= budget), key=lambda p: p.saved_bytes, default=points[0]).saved
+
+    def price(self, function: BlockFunction, backward: bool, rows: int) -> float:
+        """Seconds of a function's forward or backward on so many rows, in proportion to the rows it was priced at."""
+        if self.prologue is not None and function is self.prologue.function:
+            return 0.0
+        seconds = self._prices[function.name][backward]
+        joint = self._joints[function.name.split("__")[0]]
+        return seconds if joint.rows is None else seconds * rows / joint.rows
+
+    def _sum(self, graph: fx.Graph) -> float:
+        return sum(self.seconds(node) for node in graph.nodes if node.op == "call_function")
+
+    def function(self, cls: str, saved: frozenset[str]) -> BlockFunction:
+        """The class split for a saved set and emitted."""
+        key = (cls, saved)
+        if key not in self._functions:
+            count = sum(known == cls for known, _ in self._functions)
+            name = cls if count == 0 else f"{cls}__{count}"
+            ahead, back = split(self.joint(cls), saved, self.free(cls), self.keep(cls))
+            self._functions[key] = emit(self.blocks.classes[cls], ahead, back, name)
+            self._prices[name] = (self._sum(ahead.graph), 0.0 if back is None else self._sum(back.graph))
+        return self._functions[key]
+
+
+def prepare(graph: Graph, *, batch_dim: Any, ranks: int, in_time: bool, seconds: Seconds) -> Prepared:
+    """Place the captured graph over `ranks`, and over micro-batches when `in_time`, and cut it into blocks.
+
+    Raises BatchError where `batch_dim` contradicts the graph.
+    """
+    batch: Batch | None = None
+    if ranks == 1 and not in_time:
+        placed = unplaced(graph)
+    else:
+        dims = analyse(graph)
+        tried: dict[int, Placed] = {}
+
+        def mixing(candidate: Batch) -> int:
+            tried[candidate.atom] = place(graph, dims, candidate, AXIS)
+            return len(tried[candidate.atom].collectives)
+
+        batch = infer(graph, dims, mixing) if isinstance(batch_dim, str) else told(graph, dims, batch_dim)
+        if batch is not None and batch.total < ranks:
+            batch = None  # fewer rows than ranks: every rank computes all of them and counts its share
+        placed = tried[batch.atom] if batch is not None and batch.atom in tried else place(graph, dims, batch, AXIS)
+    total = None if batch is None else batch.total
+    rows = 1 if total is None else -(-total // ranks)
+    prologue = None if placed.prologue is None else _prologue(placed.prologue, rows)
+    return Prepared(graph, placed, batch, cut(placed.graph), prologue, total, rows, ranks > 1, seconds)
+
+
+def most_micro_batches(prepared: Prepared, ranks: int) -> int:
+    """How many micro-batches are legal: 1 where an op mixes the rows of the batch or nothing can be cut, else the fewest rows of a rank."""
+    if prepared.placed.collectives or prepared.total is None:
+        return 1
+    return prepared.total // ranks
+
+
+def check_micro_batches(prepared: Prepared, ranks: int, micro_batches: int) -> None:
+    """Raise BatchError where the batch cannot be cut in time as asked, saying why and what can."""
+    most = most_micro_batches(prepared, ranks)
+    if micro_batches <= most:
+        return
+    asked = f"{micro_batches} micro-batches were asked for, but"
+    if prepared.total is None:
+        raise BatchError(f"{asked} no batch dim was found, or it has fewer rows than there are ranks, so it cannot be cut; use micro_batches=1")
+    if prepared.placed.collectives:
+        raise BatchError(
+            f"{asked} the model mixes the rows of the batch ({prepared.placed.collectives[0]}), so that parts of it cannot be computed in turn; "
+            "use micro_batches=1"
+        )
+    raise BatchError(
+        f"{asked} {prepared.total} rows on {ranks} ranks leave a rank with {prepared.total // ranks}; use micro_batches={most} or fewer, or a larger batch"
+    )
+
+
+def _prologue(graph: Graph, rows: int) -> Prologue:
+    nodes = graph.placeholders
+    for node, described in zip(nodes, graph.inputs, strict=True):
+        node.meta["kind"] = described.kind
+    ports = [Port(described.kind, described.name) for described in graph.inputs]
+    if Port("scalar", "rows") not in ports and any(node.meta.get("cut") is not None for node in nodes):
+        with graph.module.graph.inserting_after(nodes[-1]):
+            graph.module.graph.placeholder("rows")
+        ports.append(Port("scalar", "rows"))
+    scalars = {index: port.name for index, port in enumerate(ports) if port.kind == "scalar"}
+    cls = BlockClass("prologue", graph.module, (False,) * len(ports), (), scalars)
+    ahead, _ = split(differentiate(cls, rows), ())
+    return Prologue(emit(cls, ahead, None, "prologue"), tuple(ports), tuple(described.name for described in graph.outputs))

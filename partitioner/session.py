@@ -1,0 +1,248 @@
+"""What one call of `make_plan` or `auto_parallelize` knows: the model, its example batch, the machine, and what has been prepared so far."""
+
+from collections.abc import Callable, Hashable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.utils.stateless import _reparametrize_module
+from torch.utils._pytree import tree_unflatten
+
+from partitioner.assemble import Lowered, assemble, decisions_of
+from partitioner.cluster import Cluster
+from partitioner.constraints import parse
+from partitioner.cost import op_seconds
+from partitioner.errors import BatchError, InputError, PartitionerError, PlanError
+from partitioner.examples import example_call
+from partitioner.fingerprint import fingerprint
+from partitioner.lower import Choice, Decision, lower
+from partitioner.passes.capture import capture
+from partitioner.passes.graph import Graph
+from partitioner.passes.tree import named_leaves
+from partitioner.passes.verify import verify as verify_capture
+from partitioner.plan import Plan
+from partitioner.planner import FRONTIER_POINTS, Shapes, Task, Verdict, communication, decide, sizes_of, trial
+from partitioner.prepare import Prepared, check_micro_batches, most_micro_batches, prepare
+from partitioner.runtime.check import check
+from partitioner.runtime.parameters import shapes_of
+from partitioner.runtime.program import Program, Request, Unit
+from partitioner.runtime.simulator import storage_bytes
+from partitioner.units import parse_bytes
+
+
+class Session:
+    """One model on one machine. Checks the arguments; see `make_plan` for them."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        gpus: Any,
+        *,
+        example_inputs: Any,
+        example_kwargs: Mapping[str, Any] | None,
+        loss: Callable[..., Tensor] | None,
+        example_targets: Any,
+        batch_dim: Any,
+        optimizer: str,
+        precision: str,
+        memory: int | str | None,
+        constraints: Mapping[str, Any] | None,
+        verify: bool,
+    ) -> None:
+        if not isinstance(model, nn.Module):
+            raise InputError(f"model is a {type(model).__name__}; pass an nn.Module")
+        if loss is not None and not callable(loss):
+            raise InputError(f"loss is a {type(loss).__name__}; pass a function of (output) or, with example_targets, of (output, targets)")
+        if precision != "fp32":
+            raise PartitionerError(f"precision={precision!r} is not available yet; write precision='fp32', or use torch.autocast inside the model's forward")
+        self.model, self.loss, self.targets, self.optimizer = model, loss, example_targets, optimizer
+        self.has_targets = example_targets is not None
+        self.args, self.kwargs = example_call(model, example_inputs, example_kwargs)
+        self.cluster = Cluster.parse(gpus)
+        self.ranks = self.cluster.devices
+        self.constraints = parse(constraints, self.ranks)
+        self.memory_bytes = None if memory is None else parse_bytes(memory)
+        self.leaves: dict[str, Any] = dict(named_leaves(self.args, self.kwargs, self.targets, self.has_targets)[0])
+        self.batch_dim = self._batch_dims(batch_dim)
+        self.fingerprint = fingerprint(model, self.leaves)
+        every = shapes_of(model)
+        self.shapes: Shapes = {name: every[name] for name, _ in model.named_parameters()}
+        self._verify = verify
+        self._whole = {n: nn.Parameter(torch.empty_like(p, device="meta"), requires_grad=p.requires_grad) for n, p in model.named_parameters()}
+        self._taken_over = False
+        self._graphs: dict[Hashable, Graph] = {}
+        self._prepared: dict[Hashable, Prepared] = {}
+        self._choice: Choice | None = None
+        self._planned: dict[str, tuple[Decision, float]] = {}  # block label -> its decision and the share of bytes that it saves
+
+    def _batch_dims(self, given: Any) -> Any:
+        """`batch_dim` as "auto", an int, or a dict path -> int | None."""
+        if given == "auto" or (isinstance(given, int) and not isinstance(given, bool)):
+            return given
+        if not isinstance(given, (tuple, list, Mapping)):
+            raise BatchError(f"batch_dim is {given!r}; write an int, a tree of int / None like the inputs, or 'auto'")
+        if isinstance(given, (tuple, list)):
+            tree: dict[str, Any] = {"args": given}
+        else:
+            tree = dict(given) if set(given) <= {"args", "kwargs", "targets"} else {"kwargs": given}
+        pairs, _ = named_leaves(tuple(tree.get("args", ())), dict(tree.get("kwargs", {})), tree.get("targets"), "targets" in tree)
+        for path, dim in pairs:
+            if path not in self.leaves:
+                raise BatchError(f"batch_dim speaks of {path}, which is no input; the inputs are {', '.join(self.leaves)}")
+            if dim is not None and (not isinstance(dim, int) or isinstance(dim, bool)):
+                raise BatchError(f"batch_dim says {dim!r} for {path}; write the number of the batch dim, or None where it has none")
+        return dict(pairs)
+
+    # --- captures ----------------------------------------------------------------------------------------------
+
+    def take_over(self) -> None:
+        """From now on the runtime owns the parameters; captures see meta tensors in their place."""
+        self._taken_over = True
+
+    @contextmanager
+    def _whole_parameters(self) -> Iterator[None]:
+        if not self._taken_over:
+            yield
+            return
+        with _reparametrize_module(self.model, self._whole, tie_weights=True):
+            yield
+
+    def _key(self, request: Request) -> Hashable:
+        flags = tuple(module.training for module in self.model.modules())
+        shapes = tuple((path, tuple(leaf.shape), leaf.dtype) if isinstance(leaf, Tensor) else (path, repr(leaf)) for path, leaf in request.leaves.items())
+        return request.mode, flags, shapes
+
+    def _graph(self, request: Request) -> Graph:
+        key = self._key(request)
+        if key not in self._graphs:
+            step = request.mode == "step"
+            args, kwargs, targets = self._call(request)
+            with self._whole_parameters():
+                self._graphs[key] = capture(
+                    self.model,
+                    args,
+                    kwargs,
+                    loss=self.loss if step else None,
+                    targets=targets,
+                    has_targets=self.has_targets and step,
+                    mode="loss" if step else "forward",
+                    training=request.training,
+                )
+        return self._graphs[key]
+
+    def _call(self, request: Request) -> tuple[tuple[Any, ...], dict[str, Any], Any]:
+        """The call with these leaves: the example call's tree, filled anew."""
+        has_targets = self.has_targets and request.mode == "step"
+        pairs, spec = named_leaves(self.args, self.kwargs, self.targets, has_targets)
+        if [path for path, _ in pairs] != list(request.leaves):
+            raise InputError(f"the inputs are {', '.join(request.leaves)}, but the model was planned with {', '.join(path for path, _ in pairs)}")
+        tree = tree_unflatten(list(request.leaves.values()), spec)
+        return tree["args"], tree["kwargs"], tree.get("targets")
+
+    def _ready(self, request: Request, micro_batches: int) -> Prepared:
+        in_time = micro_batches > 1
+        key = (self._key(request), in_time or self.ranks > 1)
+        if key not in self._prepared:
+            self._prepared[key] = prepare(
+                self._graph(request),
+                batch_dim=self.batch_dim,
+                ranks=self.ranks,
+                in_time=in_time,
+                seconds=lambda node: op_seconds(node, self.cluster, self.ranks),
+            )
+        return self._prepared[key]
+
+    # --- planning ----------------------------------------------------------------------------------------------
+
+    def plan(self, given: Plan | None = None) -> Plan:
+        """Decide, or take over the decisions of `given`."""
+        if given is not None:
+            self._belongs(given)
+        request = Request("step", self.model.training, self.leaves, True)
+        graph = self._graph(request)
+        if self._verify:
+            verify_capture(self.model, graph, self.args, self.kwargs, loss=self.loss, targets=self.targets, has_targets=self.has_targets)
+        task = Task(
+            prepared=lambda micro_batches: self._ready(request, micro_batches),
+            cluster=self.cluster,
+            ranks=self.ranks,
+            shapes=self.shapes,
+            fixed_bytes=self._fixed_bytes(graph),
+            capacity_bytes=self.cluster.memory_bytes if self.memory_bytes is None else self.memory_bytes,
+            optimizer=self.optimizer,
+            constraints=self.constraints,
+        )
+        verdict = decide(task) if given is None else self._follow(task, given)
+        self._choice = verdict.choice
+        for block, decision, point in zip(verdict.prepared.blocks.blocks, verdict.choice.decisions, verdict.points, strict=True):
+            most = verdict.prepared.frontier(block.cls, FRONTIER_POINTS)[-1].saved_bytes
+            self._planned.setdefault(block.label, (decision, point.saved_bytes / most if most else 1.0))
+        return assemble(self, verdict)
+
+    def _belongs(self, given: object) -> None:
+        if not isinstance(given, Plan):
+            raise PlanError(f"plan is a {type(given).__name__}; pass what make_plan(…) or Plan.load(…) returned")
+        if given.ranks != self.ranks:
+            raise PlanError(f"the plan is for {given.ranks} ranks, but gpus asks for {self.ranks}; write gpus={given.ranks} or make a new plan")
+        if given.fingerprint != self.fingerprint:
+            raise PlanError(
+                "the plan is for another model or other inputs (names, shapes, dtypes, requires_grad or ties of parameters and buffers, or the input paths "
+                f"differ): planned for {given.model}; make a new plan with make_plan(model, …)"
+            )
+
+    def _follow(self, task: Task, given: Plan) -> Verdict:
+        prepared = task.prepared(given.micro_batches)
+        check_micro_batches(prepared, self.ranks, given.micro_batches)
+        choice, points = decisions_of(given, prepared, tuple(self.shapes), FRONTIER_POINTS)
+        programs, simulations = trial(task, prepared, choice)
+        peak = max(simulation.peak_bytes for simulation in simulations)
+        if peak > task.capacity_bytes:
+            raise PlanError(f"the plan takes {peak:,} bytes per device, but there are {task.capacity_bytes:,}; raise memory or make a new plan")
+        return Verdict(prepared, choice, points, programs, simulations, min(given.bound_seconds, max(s.step_seconds for s in simulations)))
+
+    def _fixed_bytes(self, graph: Graph) -> dict[str, int]:
+        """Storage bytes of every input leaf, buffer and constant."""
+        tensors = {path: leaf for path, leaf in self.leaves.items() if isinstance(leaf, Tensor)}
+        tensors.update(dict(self.model.named_buffers()))
+        tensors.update(graph.constants)
+        return storage_bytes(tensors)
+
+    # --- lowering ----------------------------------------------------------------------------------------------
+
+    @property
+    def units(self) -> tuple[Unit, ...]:
+        """Which parameter lies where. Only after `plan`."""
+        return self._made().units
+
+    def _made(self) -> Choice:
+        if self._choice is None:
+            raise PlanError("there is no plan yet; call plan() first")
+        return self._choice
+
+    def lower(self, request: Request) -> tuple[Program, ...]:
+        """Programs of all ranks for these inputs and this mode, checked together; decisions are the plan's, block by block.
+
+        A short batch may leave too few rows for the planned micro-batches: then there are fewer.
+        """
+        planned = self._made()
+        micro_batches = planned.micro_batches if request.mode == "step" else 1
+        prepared = self._ready(request, micro_batches)
+        micro_batches = min(micro_batches, most_micro_batches(prepared, self.ranks))
+        decisions = []
+        for block in prepared.blocks.blocks:
+            decision, share = self._planned.get(block.label, (Decision(frozenset()), 1.0))
+            decisions.append(Decision(prepared.nearest(block.cls, decision.saved, share, FRONTIER_POINTS), decision.keep_gathered))
+        programs = lower(
+            prepared,
+            Choice(tuple(decisions), planned.units, micro_batches),
+            mode=request.mode,
+            grad=request.grad,
+            ranks=self.ranks,
+            only=range(self.ranks),
+            parameter_bytes=sizes_of(self.shapes),
+            communication=communication(self.cluster, self.ranks),
+            prefetch=self.cluster.overlap,
+        )
+        check(programs)
+        return programs
