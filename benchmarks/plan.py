@@ -22,10 +22,10 @@ from unittest.mock import patch
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-import torch  # noqa: E402
-from torch import Tensor, nn  # noqa: E402
+import torch
+from torch import Tensor, nn
 
-from partitioner import make_plan  # noqa: E402
+from partitioner import make_plan
 
 STAGES = {
     "capture": ("partitioner.session.capture",),
@@ -146,7 +146,8 @@ def main() -> int:
     capture = max(found[layers]["capture"] / found[layers]["torch.export"] for layers in options.layers)
     print(f"without capture {depth:.2f}x (bar {DEPTH_BAR}); capture {capture:.2f}x torch.export (bar {CAPTURE_BAR})")
     options.json.parent.mkdir(parents=True, exist_ok=True)
-    options.json.write_text(json.dumps({"torch": torch.__version__, "gpus": options.gpus, "seconds": found, "depth": depth, "capture": capture}, indent=1))
+    about = {"torch": torch.__version__, "gpus": options.gpus, "seconds": found, "depth": depth, "capture": capture}
+    options.json.write_text(json.dumps(about, indent=1))
     return 0 if depth < DEPTH_BAR and capture <= CAPTURE_BAR else 1
 
 
