@@ -292,16 +292,19 @@ class _Walk:
         return [parts] if len(writes) == 1 else parts
 
 
-def functionalize(module: fx.GraphModule, mode: FakeTensorMode, prefix: str = "model") -> tuple[Functional, list[Any]]:
+def functionalize(
+    module: fx.GraphModule, mode: FakeTensorMode, prefix: str, merged: dict[fx.Node, fx.Node]
+) -> tuple[Functional, list[Any]]:
     """Walk an exported graph module; return the functional graph under construction and the old output nodes.
 
     Placeholders whose example value is a tensor become placeholders of the same name, in order, and a last one is `key_shared`.
-    The traced root holds the user's model as attribute `prefix`.
+    The traced root holds the user's model as attribute `prefix`; `merged` maps placeholders to the one that is the same tensor.
     """
     walk = _Walk(mode, prefix)
+    walk.values.same.update(merged)
     placeholders = {}
     for node in module.graph.nodes:
-        if node.op == "placeholder" and isinstance(first_value(node), Tensor):
+        if node not in merged and node.op == "placeholder" and isinstance(first_value(node), Tensor):
             placeholders[node] = walk.builder.placeholder(node.name, first_value(node))
             walk.values.define(node, placeholders[node])
     walk.builder.add_key()

@@ -64,7 +64,7 @@ class Builder:
 
     def copy(self, node: fx.Node, args: Any, kwargs: Any) -> fx.Node:
         """The same op on new arguments; its example value is kept as traced."""
-        new = self.graph.create_node("call_function", node.target, args, kwargs, name=node.name)  # type: ignore[arg-type]
+        new = self.graph.create_node("call_function", node.target, args, kwargs, name=node.name)
         new.meta["val"] = node.meta.get("val")
         return self._note(new)
 

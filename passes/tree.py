@@ -38,7 +38,7 @@ def _register_dataclass(cls: type) -> None:
         return [getattr(value, name) for name in present], present
 
     def unflatten(children: Any, present: Any) -> Any:
-        value = object.__new__(cls)
+        value: Any = object.__new__(cls)
         for name, child in zip(present, children, strict=True):
             object.__setattr__(value, name, child)
         return value
@@ -124,8 +124,8 @@ def named_leaves(
     for path, leaf in found:
         if isinstance(leaf, Tensor):
             if leaf.layout != torch.strided or leaf.is_nested:
-                raise CaptureError(f"{path} is no dense tensor ({leaf.layout}); only dense ones can be cut. Pass it dense, or its indices and values.")
-        elif type(leaf).__module__ == "numpy" and hasattr(leaf, "shape") and getattr(leaf, "ndim", 0):
+                raise CaptureError(f"{path} is no dense tensor ({leaf.layout}); only dense ones can be cut. Pass it dense, or its parts.")
+        elif type(leaf).__module__ == "numpy" and getattr(leaf, "ndim", None):
             raise CaptureError(f"{path} is a numpy array, which cannot be told from a constant. Pass torch.as_tensor(…) instead.")
         elif _hides_tensors(leaf):
             raise CaptureError(

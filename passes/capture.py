@@ -1,0 +1,399 @@
+"""Capture: model and loss as one functional graph, under fake tensors, so that nothing is allocated and the model is not touched.
+
+ 1. refuse what can be seen at once (refuse.check_model)
+ 2. stand fake tensors in for parameters, buffers and inputs, meta ones on the device that will run
+ 3. torch.export(strict=False) of a root that holds model and loss, with tripwires set
+ 4. judge Python state and Python randomness; put everything back
+ 5. walk the exported graph once (functional.functionalize)
+ 6. name inputs and outputs: ties merged, what is unused dropped
+"""
+
+import contextlib
+import logging
+import warnings
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, fx, nn
+from torch._guards import TracingContext, tracing
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.export.graph_signature import InputKind as ExportKind
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
+from torch.nn.modules import module as module_file
+from torch.utils import _pytree as pytree
+from torch.utils._pytree import TreeSpec
+
+from partitioner.errors import CaptureError
+from partitioner.passes.functional import Functional, functionalize, sweep
+from partitioner.passes.functional_builder import first_value
+from partitioner.passes.graph import Graph, Input, InputKind, Output, OutputKind
+from partitioner.passes.objective import objective
+from partitioner.passes.refuse import PythonRandomness, check_model, explain, tripwires
+from partitioner.passes.refuse_state import Snapshot, judge
+from partitioner.passes.tree import named_leaves, outputs_of
+
+
+class Fakes:
+    """Fake stand-ins in one mode; a tensor that occurs twice has one."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.mode = FakeTensorMode(shape_env=ShapeEnv(tracked_fakes=[]), allow_non_fake_inputs=True, export=True)
+        self.device = device
+        self._known: dict[int, Tensor] = {}
+
+    def new(self, tensor: Tensor) -> Tensor:
+        device = self.device if tensor.device.type == "meta" else tensor.device
+        with self.mode:
+            fake = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=device)
+        return fake.requires_grad_(tensor.requires_grad)
+
+    def state(self, tensor: Tensor) -> Tensor:
+        """The stand-in of a parameter or buffer."""
+        if id(tensor) not in self._known:
+            fake = self.new(tensor)
+            if isinstance(tensor, nn.Parameter):
+                fake = nn.Parameter(fake.detach(), requires_grad=tensor.requires_grad)
+            self._known[id(tensor)] = fake
+        return self._known[id(tensor)]
+
+
+@dataclass
+class _State:
+    """Names of the model's parameters and buffers; tensors listed under several names go by the first."""
+
+    names: dict[int, str] = field(default_factory=dict)
+    kinds: dict[str, InputKind] = field(default_factory=dict)
+    requires_grad: dict[str, bool] = field(default_factory=dict)
+    ties: dict[str, str] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, model: nn.Module) -> "_State":
+        state = cls()
+        named: list[tuple[InputKind, Iterator[tuple[str, Tensor]]]] = [
+            ("parameter", iter(model.named_parameters(remove_duplicate=False))),
+            ("buffer", iter(model.named_buffers(remove_duplicate=False))),
+        ]
+        for kind, tensors in named:
+            for name, tensor in tensors:
+                if id(tensor) in state.names:
+                    state.ties[name] = state.names[id(tensor)]
+                else:
+                    state.names[id(tensor)] = name
+                    state.kinds[name], state.requires_grad[name] = kind, tensor.requires_grad
+        return state
+
+
+class _Root(nn.Module):
+    """What is exported: takes the tensor leaves of a call, returns the loss or the tensor leaves of the output."""
+
+    def __init__(self, model: nn.Module, criterion: Any, run: Callable[[nn.Module, list[Tensor]], tuple[Tensor, ...]]) -> None:
+        super().__init__()
+        self.model = model
+        if isinstance(criterion, nn.Module):
+            self.criterion = criterion
+        self.run = run
+
+    def forward(self, *tensors: Tensor) -> tuple[Tensor, ...]:
+        # A buffer that forward binds to a new tensor (self.ema = 0.9 * self.ema + …) is a write to the old one.
+        before = [(module, name, buffer) for module in self.model.modules() for name, buffer in module._buffers.items()]
+        with _without_registration_hooks():
+            results = self.run(self.model, list(tensors))
+        for module, name, old in before:
+            new = module._buffers.get(name)
+            if new is old:
+                continue
+            if old is None or new is None or new.shape != old.shape or new.dtype != old.dtype:
+                raise CaptureError(
+                    f"forward of {type(module).__qualname__} binds buffer {name} to a tensor of another shape or type; a buffer keeps both. "
+                    "Update it in place, or register it with its final shape."
+                )
+            with torch.no_grad():
+                old.copy_(new)
+            module._buffers[name] = old
+        return results
+
+
+@contextlib.contextmanager
+def _without_registration_hooks() -> Iterator[None]:
+    """torch.export's hook on buffer assignment only understands buffers of the root."""
+    hooks = dict(module_file._global_buffer_registration_hooks)
+    module_file._global_buffer_registration_hooks.clear()
+    try:
+        yield
+    finally:
+        module_file._global_buffer_registration_hooks.update(hooks)
+
+
+@contextlib.contextmanager
+def _stand_ins(modules: list[nn.Module], fakes: Fakes) -> Iterator[None]:
+    """Fake parameters and buffers in the modules' own registries."""
+    saved: list[tuple[dict[str, Any], dict[str, Any]]] = []
+    try:
+        for module in modules:
+            for registry in (module._parameters, module._buffers):
+                saved.append((registry, dict(registry)))
+                for name, tensor in registry.items():
+                    if tensor is not None:
+                        registry[name] = fakes.state(tensor)
+        yield
+    finally:
+        for registry, original in saved:
+            registry.clear()
+            registry.update(original)
+
+
+@contextlib.contextmanager
+def _as_captured(model: nn.Module, training: bool) -> Iterator[None]:
+    """Train or eval mode as asked, key-value caches off, gradients on, no ambient autocast, quiet; everything put back."""
+    modules = list(model.modules())
+    modes = [(module, module.training) for module in modules] if model.training != training else []
+    configs = {id(c): c for module in modules if getattr(c := module.__dict__.get("config"), "use_cache", None) is True}
+    loggers = [logging.getLogger(name) for name in ("torch.fx.experimental.symbolic_shapes", "torch.export", "torch._export", "torch._subclasses.fake_tensor")]
+    levels = [logger.level for logger in loggers]
+    generator = torch.get_rng_state()
+    try:
+        with contextlib.ExitStack() as stack:
+            if modes:
+                model.train(training)
+            for config in configs.values():
+                config.use_cache = False
+            for logger in loggers:
+                logger.setLevel(logging.CRITICAL)
+            stack.enter_context(torch.inference_mode(False))
+            stack.enter_context(torch.enable_grad())
+            for device_type in ("cpu", "cuda"):
+                if torch.is_autocast_enabled(device_type):
+                    stack.enter_context(torch.autocast(device_type, enabled=False))
+            yield
+    finally:
+        for module, mode in modes:
+            module.training = mode
+        for config in configs.values():
+            config.use_cache = True
+        for logger, level in zip(loggers, levels, strict=True):
+            logger.setLevel(level)
+        torch.set_rng_state(generator)
+
+
+def _device_of(model: nn.Module, leaves: list[tuple[str, Any]]) -> torch.device:
+    tensors = [*model.parameters(), *model.buffers(), *(leaf for _, leaf in leaves if isinstance(leaf, Tensor))]
+    return next((t.device for t in tensors if t.device.type != "meta"), torch.device("cpu"))
+
+
+def capture(
+    model: nn.Module,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any] | None = None,
+    *,
+    loss: Callable[..., Any] | None = None,
+    targets: Any = None,
+    has_targets: bool = False,
+    mode: Literal["loss", "forward"] = "loss",
+    training: bool = True,
+    device: torch.device | str | None = None,
+) -> Graph:
+    """The functional graph of one call of the model, on the shapes of the example.
+
+    mode "loss": output 0 is the loss, of shape (). mode "forward": one output per tensor leaf of the model's output; loss and targets are not used.
+    New values of buffers that forward changes follow. Inputs: parameters, buffers, constants, tensor leaves, then `key_shared` if it draws.
+    Model and inputs may be real, fake or on meta; `device` is where meta tensors are taken to be (default: where the others are, else CPU).
+    Raises CaptureError.
+    """
+    has_targets = has_targets and mode == "loss"
+    check_model(model, has_targets)
+    leaves, in_spec = named_leaves(tuple(args), dict(kwargs or {}), targets, has_targets)
+    fakes = Fakes(torch.device(device) if device is not None else _device_of(model, leaves))
+    state = _State.of(model)
+    out: dict[str, Any] = {}
+
+    def run(module: nn.Module, tensors: list[Tensor]) -> tuple[Tensor, ...]:
+        given = iter(tensors)
+        call = pytree.tree_unflatten([next(given) if isinstance(leaf, Tensor) else leaf for _, leaf in leaves], in_spec)
+        if mode == "loss":
+            return (objective(module, call["args"], call["kwargs"], loss, call.get("targets"), has_targets),)
+        results, out["spec"] = outputs_of(module(*call["args"], **call["kwargs"]))
+        out["paths"] = [path for path, _ in results]
+        return tuple(tensor for _, tensor in results)
+
+    root = _Root(model, loss, run)
+    inputs = tuple(fakes.new(leaf) for _, leaf in leaves if isinstance(leaf, Tensor))
+    with _as_captured(model, training):
+        exported = _export(root, model, inputs, fakes)
+    graph_module = exported.graph_module
+    labels = _label_inputs(exported, model, loss, state, [path for path, leaf in leaves if isinstance(leaf, Tensor)])
+    functional, results = functionalize(graph_module, fakes.mode, "model", _merged(labels))
+    outputs = [Output("loss")] if mode == "loss" else [Output("output", path) for path in out["paths"]]
+    literals = {path: leaf for path, leaf in leaves if not isinstance(leaf, Tensor)}
+    return _assemble(functional, results, outputs, labels, state, in_spec, out.get("spec"), literals, training)
+
+
+def _export(root: _Root, model: nn.Module, inputs: tuple[Tensor, ...], fakes: Fakes) -> Any:
+    """Trace with tripwires; judge what it did to Python's state."""
+
+    def rehearse() -> None:
+        with fakes.mode, warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            root(*inputs)
+
+    modules = list(root.modules())
+    snapshot = Snapshot(model)  # before the stand-ins, so that restoring it never brings one back
+    try:
+        with _stand_ins(modules, fakes), tripwires():
+            before, randomness = Snapshot(model), PythonRandomness()
+            with warnings.catch_warnings(), tracing(TracingContext(fakes.mode)):
+                warnings.simplefilter("ignore")
+                exported = torch.export.export(root, inputs, strict=False)
+            randomness.refuse(rehearse)
+            judge(model, before, rehearse)
+            return exported
+    except CaptureError:
+        raise
+    except Exception as error:
+        raise explain(error, model) from error
+    finally:
+        snapshot.restore()
+
+
+@dataclass(frozen=True)
+class _Label:
+    """What an old placeholder is, and the constant it holds."""
+
+    kind: InputKind
+    name: str
+    constant: Tensor | None = None
+
+
+def _label_inputs(exported: Any, model: nn.Module, loss: Any, state: _State, paths: list[str]) -> dict[fx.Node, _Label]:
+    """Name every tensor placeholder of the exported graph."""
+    labels: dict[fx.Node, _Label] = {}
+    own = dict(loss.named_parameters()) | dict(loss.named_buffers()) if isinstance(loss, nn.Module) else {}
+    remaining = iter(paths)
+    placeholders = [node for node in exported.graph.nodes if node.op == "placeholder"]
+    for node, spec in zip(placeholders, exported.graph_signature.input_specs, strict=True):
+        if spec.kind == ExportKind.USER_INPUT:
+            labels[node] = _Label("input", next(remaining))
+            continue
+        target = spec.target
+        if target.startswith("model.") and state.ties.get(target[6:], target[6:]) in state.kinds:
+            name = state.ties.get(target[6:], target[6:])
+            labels[node] = _Label(state.kinds[name], name)
+            continue
+        tensor = own.get(target.removeprefix("criterion."), exported.constants.get(target))
+        labels[node] = _constant(target, tensor, state)
+    return labels
+
+
+def _constant(target: str, tensor: Any, state: _State) -> _Label:
+    """A tensor that the code holds: a parameter or buffer reached by another way, or a constant."""
+    name = target.removeprefix("model.")
+    if id(tensor) in state.names:
+        known = state.names[id(tensor)]
+        return _Label(state.kinds[known], known)
+    if not isinstance(tensor, Tensor) or isinstance(tensor, FakeTensor) or tensor.device.type == "meta":
+        raise CaptureError(f"forward uses {name}, which holds no data when training starts ({type(tensor).__qualname__}). Register it as a buffer.")
+    if tensor.requires_grad:
+        raise CaptureError(
+            f"forward or loss trains the tensor {name}, which is not a parameter of the model, so that no optimizer of its parameters would see it. "
+            "Make it an nn.Parameter of the model; put a loss with parameters inside the model."
+        )
+    return _Label("constant", name, tensor.detach())
+
+
+def _merged(labels: dict[fx.Node, _Label]) -> dict[fx.Node, fx.Node]:
+    """Placeholders that are one parameter or buffer."""
+    first: dict[tuple[str, str], fx.Node] = {}
+    merged = {}
+    for node, label in labels.items():
+        if label.kind in ("parameter", "buffer"):
+            held = first.setdefault((label.kind, label.name), node)
+            if held is not node:
+                merged[node] = held
+    return merged
+
+
+def _assemble(
+    functional: Functional,
+    results: list[Any],
+    outputs: list[Output],
+    labels: dict[fx.Node, _Label],
+    state: _State,
+    in_spec: TreeSpec,
+    out_spec: TreeSpec | None,
+    literals: dict[str, Any],
+    training: bool,
+) -> Graph:
+    builder = functional.builder
+    values = [functional.value(result) for result in results]
+    for old, label in labels.items():
+        if old in functional.placeholders and functional.written(old):
+            _check_write(label, functional.writers.get(old, ""))
+            if label.kind == "buffer":
+                outputs.append(Output("buffer", label.name))
+                values.append(builder.detached(functional.value(old)))
+    builder.graph.output(values)
+    sweep(builder.graph)
+    order: dict[InputKind, int] = {"parameter": 0, "buffer": 1, "constant": 2, "input": 3, "scalar": 4}
+    described = {new: labels[old] for old, new in functional.placeholders.items()}
+    if builder.key is not None:
+        described[builder.key] = _Label("scalar", "key_shared")
+    inputs, constants = [], {}
+    used = []
+    for node in [n for n in builder.graph.nodes if n.op == "placeholder"]:
+        if node.users:
+            used.append(node)
+        else:
+            builder.graph.erase_node(node)
+    used.sort(key=lambda n: order[described[n].kind])
+    for node in reversed(used):
+        next(iter(builder.graph.nodes)).prepend(node)
+    for node in used:
+        label = described[node]
+        inputs.append(Input(label.kind, label.name, bool(getattr(first_value(node), "requires_grad", False))))
+        if label.constant is not None:
+            constants[label.name] = label.constant
+    _refuse_unknown_sizes(builder.graph)
+    module = fx.GraphModule(nn.Module(), builder.graph)
+    return Graph(
+        module,
+        tuple(inputs),
+        tuple(outputs),
+        ties=dict(state.ties),
+        in_spec=in_spec,
+        out_spec=out_spec,
+        literals=literals,
+        constants=constants,
+        training=training,
+    ).check()
+
+
+def _check_write(label: _Label, source: str) -> None:
+    if label.kind == "parameter":
+        raise CaptureError(
+            f"{source}: forward changes parameter {label.name} in place, which only the optimizer may do here. "
+            "Compute a new tensor from it (for an embedding with max_norm: normalise the looked-up rows), or make it a buffer."
+        )
+    if label.kind == "constant":
+        raise CaptureError(
+            f"{source}: forward changes {label.name} in place, a tensor that is neither parameter nor buffer, so that its state would be lost. "
+            f"Register it: self.register_buffer({label.name.split('.')[-1]!r}, tensor)."
+        )
+    if label.kind == "input":
+        warnings.warn(f"{source}: forward changes its input {label.name} in place; the captured program leaves the caller's tensor as it is.", stacklevel=4)
+
+
+def _refuse_unknown_sizes(graph: fx.Graph) -> None:
+    """What reached the outputs must have sizes that are known."""
+    for node in graph.nodes:
+        if node.op != "call_function":
+            continue
+        value = first_value(node)
+        parts = value if isinstance(value, (tuple, list)) else [value]
+        for part in parts:
+            unknown = isinstance(part, Tensor) and not all(isinstance(size, int) for size in part.shape)
+            if unknown or isinstance(part, (torch.SymInt, torch.SymFloat, torch.SymBool)):
+                raise CaptureError(
+                    f"{node.meta.get('source', '')}: {node.target} gives a size or number that depends on the data. One graph must serve every batch: "
+                    "use a mask and torch.where instead of boolean indexing or nonzero, and keep numbers as tensors instead of .item()."
+                )
