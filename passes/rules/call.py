@@ -70,7 +70,7 @@ class Call:
         self.target = target
         self.outputs = outputs
         schema = target._schema.arguments
-        self.values: dict[str, Any] = {argument.name: argument.default_value for argument in schema}
+        self.values: dict[str, Any] = {argument.name: frozen(argument.default_value) for argument in schema}
         self.tensor_names = [argument.name for argument in schema if "Tensor" in str(argument.type)]
         self.places: list[Place] = []
         given = [(schema[position].name, value) for position, value in enumerate(args)]

@@ -20,8 +20,7 @@ text("mm", "i k, k j -> i j", linear_one=("self", "mat2"), flops="2 i k j")
 text("bmm", "b i k, b k j -> b i j", linear_one=("self", "mat2"), flops="2 b i k j")
 text("mv", "i k, k -> i", linear_one=("self", "vec"))
 text("outer ger", "i, j -> i j", linear_one=("self", "vec2"))
-text("kron", "i.., j.. -> o!..")
-text("chain_matmul", "i! j! -> o! p!")
+text("kron", "i!.., j!.. -> o!..")
 
 
 @rule("dot", "vdot", "inner")
@@ -29,7 +28,12 @@ def dot(call: Call) -> OpDims | None:
     """inner: i.. k, j.. k -> i.. j.."""
     if str(call.target._schema.name) != "aten::inner":
         return apply(call, "k, k -> ", linear_one=call.tensor_names)
-    return apply(call, "i.. k, j.. k -> i.. j..", linear_one=("self", "other"))
+    labels = Labels()
+    first, second = labels.of(call.shape("self"), "i"), labels.of(call.shape("other"), "j")
+    if not first or not second:
+        return None
+    second[-1] = first[-1]
+    return describe_by(call, labels, {"self": first, "other": second}, [[*first[:-1], *second[:-1]]], linear_one=("self", "other"))
 
 
 @rule("linear")
@@ -152,9 +156,6 @@ def bilinear(call: Call) -> OpDims | None:
     bias = call["bias"] is not None
     keep = ("i", "j") if bias else ()
     return apply(call, "b.. i, b.. j, o i j, o? -> b.. o", linear_one=() if bias else ("input1", "input2", "weight"), keep=keep)
-
-
-text("_trilinear", "a!.., a!.., a!.. -> o!..")
 
 
 @rule("tensordot")

@@ -75,8 +75,8 @@ def convolve_then_bias(call: Call) -> Callable[..., Any] | None:
     return lambda input, weight, bias=None, *rest, **options: aten.add.Tensor(target(input, weight, None, *rest, **options), aten.reshape.default(bias, channel))
 
 
-_POOLS = """max_pool{n}d avg_pool{n}d adaptive_avg_pool{n}d adaptive_max_pool{n}d max_pool{n}d_with_indices _adaptive_avg_pool{n}d"""
-_POOLED = [name.format(n=n) for n in (1, 2, 3) for name in _POOLS.split()]
+_POOLS = "max_pool{n}d avg_pool{n}d adaptive_avg_pool{n}d adaptive_max_pool{n}d max_pool{n}d_with_indices"
+_POOLED = [name.format(n=n) for n in (1, 2, 3) for name in _POOLS.split()] + ["_adaptive_avg_pool2d", "_adaptive_avg_pool3d"]
 _SAMPLED = """upsample_nearest1d upsample_nearest2d upsample_nearest3d _upsample_nearest_exact1d _upsample_nearest_exact2d _upsample_nearest_exact3d
     upsample_linear1d upsample_bilinear2d upsample_bicubic2d upsample_trilinear3d _upsample_bilinear2d_aa _upsample_bicubic2d_aa""".split()
 _LINEAR = ("avg", "upsample")

@@ -23,17 +23,10 @@ def embedding(call: Call) -> OpDims | None:
 
 @rule("embedding_bag", "_embedding_bag")
 def embedding_bag(call: Call) -> OpDims | None:
-    """Bags are runs of one list of indices, found by offsets into it: only the features of sums and means are free."""
+    """Bags are runs of one list of indices, found by offsets into it: nothing may be cut."""
     labels = Labels()
-    vocabulary, feature = labels.of(call.shape("weight"), whole=(0,))
-    if call["mode"] == 2:
-        labels.keep(feature)
-    inputs = {place.name: [vocabulary, feature] if place.name == "weight" else labels.of(place.spec.shape, whole=True) for place in call.places}
-    first = call.outputs[0]
-    outputs: list[Sequence[Dim] | None] = [] if first is None else [[labels.new(first.shape[0], whole=True), feature]]
-    for spec in call.outputs[1:]:
-        outputs.append(None if spec is None else labels.of(spec.shape, whole=True))
-    return describe_by(call, labels, inputs, outputs)
+    inputs = {place.name: labels.of(place.spec.shape, whole=True) for place in call.places}
+    return describe_by(call, labels, inputs, [None if spec is None else labels.of(spec.shape, whole=True) for spec in call.outputs])
 
 
 @rule("gather", "take_along_dim")

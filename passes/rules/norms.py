@@ -58,6 +58,8 @@ def instance_norm(call: Call) -> OpDims | None:
 BATCH_NORMS = "batch_norm native_batch_norm _native_batch_norm_legit _native_batch_norm_legit_functional _native_batch_norm_legit_no_training \
     _batch_norm_with_update_functional _batch_norm_no_update cudnn_batch_norm".split()
 
+_PASSES_STATISTICS = frozenset(("aten::_native_batch_norm_legit_functional", "aten::_batch_norm_with_update_functional"))
+
 
 def uses_batch(call: Call) -> bool:
     """Whether a batch norm computes its statistics from its input."""
@@ -72,8 +74,9 @@ def batch_norm(call: Call) -> OpDims | None:
     """Channels are free. In training, rows and positions are normalised together; with running statistics they are free too."""
     labels = Labels()
     shape = call.shape("input")
-    training = uses_batch(call)
-    mine = labels.of(shape, whole=[position for position in range(len(shape)) if training and position != 1])
+    # A functional form in evaluation hands its running statistics through: results that no row adds to, which a cut row would make Partial.
+    mixes = uses_batch(call) or len(call.outputs) > 1 and call.target._schema.name in _PASSES_STATISTICS
+    mine = labels.of(shape, whole=[position for position in range(len(shape)) if mixes and position != 1])
     channel = mine[1]
     inputs = {place.name: mine if place.name == "input" else [channel] for place in call.places}
     outputs: list[Sequence[Dim] | None] = [mine]

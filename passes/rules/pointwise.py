@@ -71,9 +71,7 @@ def linearity(call: Call) -> tuple[tuple[str, ...], tuple[str, ...]]:
     """Argument names in which the op is linear: jointly, and each alone."""
     name = str(call.target._schema.name).removeprefix("aten::")
     if name in CASTS:
-        source = call["self"]
-        floats = source.dtype.is_floating_point and call.out.dtype.is_floating_point
-        return (("self",) if floats else ()), ()
+        return (("self",) if widens(call) else ()), ()
     if name == "masked_fill":
         return (("self",) if call.get("value") == 0 else ()), ()
     if name in JOINTLY:
@@ -83,6 +81,12 @@ def linearity(call: Call) -> tuple[tuple[str, ...], tuple[str, ...]]:
     if name in ALONE and call.get("rounding_mode") is None and call.out.dtype.is_floating_point:
         return (), ALONE[name]
     return (), ()
+
+
+def widens(call: Call) -> bool:
+    """Whether a cast keeps every value of a floating-point tensor; rounding is not linear, so a Partial is summed before it."""
+    source, out = call["self"].dtype, call.out.dtype
+    return bool(source.is_floating_point and out.is_floating_point and torch.promote_types(source, out) == out)
 
 
 def is_pointwise(target: OpOverload) -> bool:
@@ -101,8 +105,7 @@ def first_in_shape_of(call: Call) -> OpDims | None:
     mine = labels.of(call.shape("self"))
     other = next(n for n in call.tensor_names if n != "self")
     if name in ("aten::to", "aten::type_as"):
-        floats = call["self"].dtype.is_floating_point and call.out.dtype.is_floating_point
-        return describe_by(call, labels, {"self": mine, other: None}, [mine], linear=("self",) if floats else ())
+        return describe_by(call, labels, {"self": mine, other: None}, [mine], linear=("self",) if widens(call) else ())
     source: Spec = call[other]
     rank = len(mine) - len(source.shape)
     theirs = [() if size == 1 else dim for size, dim in zip(source.shape, mine[rank:], strict=True)]
