@@ -41,7 +41,12 @@ def torchrun_line(ranks: int) -> str:
     return " ".join([f"torchrun --nproc-per-node {ranks}", script, *(sys.argv[1:] if script != "script.py" else [])])
 
 
-def launched() -> int:
+def launched() -> bool:
+    """Whether this process is one of a launch, by torchrun or with a process group of its own."""
+    return "WORLD_SIZE" in os.environ or (dist.is_available() and dist.is_initialized())
+
+
+def running() -> int:
     """How many ranks run: of the process group if there is one, else as torchrun says, else 1."""
     if dist.is_available() and dist.is_initialized():
         return dist.get_world_size()
@@ -53,12 +58,12 @@ def join(expected: int, timeout_seconds: float = TIMEOUT_SECONDS) -> Ranks:
 
     A collective that a dead peer leaves unanswered fails after timeout_seconds. Raises LaunchError where another number of ranks runs.
     """
-    running = launched()
-    if running != expected:
-        if running == 1:
+    found = running()
+    if found != expected:
+        if found == 1:
             raise LaunchError(f"the plan is for {expected} ranks, and this process runs alone; start it with\n    {torchrun_line(expected)}")
         raise LaunchError(
-            f"the plan is for {expected} ranks, and {running} were started; start it with\n    {torchrun_line(expected)}\nor plan with gpus={running}"
+            f"the plan is for {expected} ranks, and {found} were started; start it with\n    {torchrun_line(expected)}\nor plan with gpus={found}"
         )
     initialised = dist.is_available() and dist.is_initialized()
     device = _device(dist.get_backend() if initialised else None)

@@ -66,7 +66,8 @@ class Tracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def _count(self, tensor: Tensor, given: frozenset[int]) -> None:
         if _wraps(tensor):
             for name in tensor.__tensor_flatten__()[0]:  # type: ignore[attr-defined]
-                self._count(getattr(tensor, name), given)
+                if isinstance(inner := getattr(tensor, name), Tensor):
+                    self._count(inner, given)
             return
         storage = tensor.untyped_storage()
         key, size = storage._cdata, storage.nbytes()

@@ -2,7 +2,8 @@
 
 So the figures are those of the installed torch, with its temporaries and its 0-dim step counters, and nothing large is allocated or computed.
 On CPU torch steps parameter by parameter: a parameter's temporaries stand beside what is left of the one before it, so it is enough to measure
-each distinct pair of neighbours. On other devices it steps on all of a dtype at once (foreach).
+each distinct pair of neighbours. On other devices it steps on all of a dtype at once (foreach); with several
+dtypes there, a figure may be off by what is left of one dtype when the next is taken, as their order is that of a hash table.
 """
 
 import inspect

@@ -40,8 +40,8 @@ class UnitStore:
     """Takes over the parameters of `module`, in place: afterwards they are placed over `group` as their units say.
 
     Names, ties (one Parameter object at all its places), requires_grad and attributes set on a parameter are kept. Parameters of no unit, 0-dim
-    and empty ones stay plain and replicated. Rank 0's values count: they are broadcast first, so that replicas start equal. Parameters on `meta` become zeros.
-    `device` is where storage is made; None: where each parameter is. `planned_optimizer` may be set to the name that memory was planned for.
+    and empty ones stay plain and replicated, as do frozen ones of zero1 and zero2 units. The values must be the same on every rank before. Parameters
+    on `meta` become zeros. `device` is where storage is made; None: where each parameter is. `planned_optimizer` may be set to the name that memory was planned for.
 
     Every method that communicates must be called by all ranks, in the same order.
     """
@@ -107,7 +107,14 @@ class UnitStore:
     def mark_stale(self) -> None:
         """The shards changed: zero1 and zero2 units need a refresh before they are read. Called after every optimizer step."""
         for buffers in self._buffers.values():
-            buffers.stale = buffers.persists and bool(buffers.layout.gathered.alone or buffers.layout.gathered.shared)
+            buffers.stale = buffers.persists
+
+    def held(self) -> list[Tensor]:
+        """Tensors whose storages are all that the store holds now of parameters, those of no unit included: what a memory tracker starts from."""
+        tensors = [_local(parameter.detach()) for parameter in self._unique().values()]
+        for buffers in self._buffers.values():
+            tensors += [*buffers.pieces.values(), *buffers.wholes.values()]
+        return tensors
 
     # Gradients
 
@@ -213,10 +220,6 @@ class UnitStore:
     @torch.no_grad()
     def _take_over(self, device: torch.device | None) -> None:
         """Place parameters one by one, each given up as it is replaced, so that no more than a unit is held twice."""
-        if self.group is not None:
-            for tensor in [*self.module.parameters(), *self.module.buffers()]:
-                if not tensor.is_meta and tensor.numel():
-                    _broadcast(tensor.detach(), self.group)
         places: dict[str, list[tuple[nn.Module, str, str]]] = {}
         for prefix, owner in self.module.named_modules(remove_duplicate=False):
             for key in owner._parameters:
@@ -294,15 +297,6 @@ def _like(former: nn.Parameter, parameter: nn.Parameter) -> nn.Parameter:
     if former.grad is not None:
         raise InputError("a parameter already has a gradient; call model.zero_grad() before auto_parallelize")
     return parameter
-
-
-def _broadcast(tensor: Tensor, group: dist.ProcessGroup) -> None:
-    if tensor.is_contiguous():
-        dist.broadcast(tensor, group=group, group_src=0)
-    else:
-        values = tensor.contiguous()
-        dist.broadcast(values, group=group, group_src=0)
-        tensor.copy_(values)
 
 
 def _wrap(local: Tensor, spec: Any) -> DTensor:

@@ -105,7 +105,7 @@ class Together:
 class Layout:
     """A unit's parameters by what happens to them. `pieces` lists all; a piece in `gathered` and `scattered` has the offsets of that use.
 
-    plain: whole on every rank between steps, not cut. still: cut for the user, but whole on every rank and never refreshed (frozen in zero1, zero2).
+    plain: whole on every rank, not cut; in zero1 and zero2 the frozen ones too, which have no gradient and no optimizer state to cut.
     gathered: refreshed or gathered. scattered: gradients reduce-scattered. summed: gradients all-reduced (or on one rank, taken as they are).
     """
 
@@ -113,7 +113,6 @@ class Layout:
     ranks: int
     pieces: dict[str, Piece]
     plain: tuple[Piece, ...]
-    still: tuple[Piece, ...]
     gathered: Together
     scattered: Together
     summed: Together
@@ -151,18 +150,16 @@ def lay_out(unit: Unit, shapes: Shapes, ranks: int) -> Layout:
         if name not in shapes:
             raise ProgramError(f"unit {unit.number} holds parameter {name!r}, which the model does not have; the program belongs to another model")
         shape, dtype, trainable = shapes[name]
-        whole = ranks == 1 or unit.shard == "none" or not is_cut(shape)
+        whole = ranks == 1 or unit.shard == "none" or not is_cut(shape) or (unit.shard != "zero3" and not trainable)
         size = prod(shape) if whole else chunk_rows(shape[0], ranks) * prod(shape[1:])
         pieces[name] = Piece(name, tuple(shape), dtype, trainable, size)
         (plain if whole else cut).append(pieces[name])
-    moving = cut if unit.shard == "zero3" else [piece for piece in cut if piece.trainable]
     return Layout(
         unit,
         ranks,
         pieces,
         tuple(plain),
-        tuple(piece for piece in cut if piece not in moving),
-        _together(moving, ranks),
+        _together(cut, ranks),
         _together((piece for piece in cut if piece.trainable), ranks),
         _together((piece for piece in plain if piece.trainable), ranks),
     )

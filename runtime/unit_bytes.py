@@ -23,12 +23,19 @@ Event = tuple[str, str, int]
 
 @dataclass
 class Flight:
-    """Scatters under way, over all units: per scatter the storages that go when it is awaited."""
+    """Reductions under way, over all units: the storages that go when scatters, or sums, are awaited."""
 
-    drops: list[Event] = field(default_factory=list)
+    scatters: list[Event] = field(default_factory=list)
+    sums: list[Event] = field(default_factory=list)
 
     def land(self) -> list[Event]:
-        drops, self.drops = self.drops, []
+        """Await the scatters."""
+        drops, self.scatters = self.scatters, []
+        return drops
+
+    def end(self) -> list[Event]:
+        """Await everything."""
+        drops, self.sums = self.land() + self.sums, []
         return drops
 
 
@@ -54,7 +61,7 @@ class UnitBytes:
 
     def persistent(self) -> int:
         """Bytes between steps, without gradients and optimizer state."""
-        whole = sum(_bytes(piece, piece.numel) for piece in (*self.layout.plain, *self.layout.still))
+        whole = sum(_bytes(piece, piece.numel) for piece in self.layout.plain)
         if self.unit.shard == "zero3":
             together = self.layout.gathered
             pieces = sum(_bytes(piece, piece.size) for piece in together.alone)
@@ -97,7 +104,7 @@ class UnitBytes:
             case "FINISH":
                 self._arrived.clear()
                 self._results.clear()
-                return self._flight.land()
+                return self._flight.end()
         raise ProgramError(f"{op!r} is nothing that happens to a unit")
 
     def _accumulate(self, name: str, turn: str) -> list[Event]:
@@ -139,17 +146,19 @@ class UnitBytes:
     def _scatter(self, what: str, count: int, whole: Event) -> list[Event]:
         """Make the scattered piece; when it is awaited the whole goes, and the piece too if it is added to an earlier one."""
         key = f"{self.unit.number} piece {what} {self._next()}"
-        self._flight.drops.append(whole)
+        self._flight.scatters.append(whole)
         if what in self._results:
-            self._flight.drops.append(("drop", key, count))
+            self._flight.scatters.append(("drop", key, count))
         self._results.add(what)
         return [("make", key, count)]
 
     def _result(self, what: str, count: int, kept: str) -> list[Event]:
-        """A sum in place becomes the result, or is added to an earlier one, which happens at FINISH."""
-        if what in self._results:
-            self._flight.drops.append(("drop", kept, count))
+        """A sum in place becomes the result, or is added to an earlier one: at FINISH, or at once where one rank has nothing to await."""
+        added = [("drop", kept, count)] if what in self._results else []
         self._results.add(what)
+        if self.ranks == 1:
+            return added
+        self._flight.sums += added
         return []
 
     def _wholes(self) -> list[Event]:

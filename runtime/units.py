@@ -113,11 +113,6 @@ class UnitBuffers:
         layout = self.layout
         if self.persists:
             self._make_wholes()
-            for piece in layout.still:
-                whole = torch.empty(piece.numel, dtype=piece.dtype, device=self.device)
-                self.wholes[piece.name] = whole.view(piece.shape)
-                start = min(self.rank * piece.size, piece.numel)
-                self.pieces[piece.name] = whole.narrow(0, start, min(piece.size, piece.numel - start))
             for piece in layout.gathered.alone:
                 self.pieces[piece.name] = self._alone[piece.name].narrow(0, self.rank * piece.size, piece.size)
             self._segments = [
