@@ -164,7 +164,7 @@ def prepare(graph: Graph, *, batch_dim: Any, ranks: int, in_time: bool, seconds:
 
         def mixing(candidate: Batch) -> int:
             tried[candidate.atom] = place(graph, dims, candidate, AXIS)
-            return len(tried[candidate.atom].collectives)
+            return tried[candidate.atom].mixing
 
         batch = infer(graph, dims, mixing) if isinstance(batch_dim, str) else told(graph, dims, batch_dim)
         if batch is not None and batch.total < ranks:

@@ -17,6 +17,8 @@ from partitioner.errors import BatchError
 from partitioner.passes.dims import Cut, Dims
 from partitioner.passes.graph import Graph
 
+LOST = 1_000_000  # a cut that the loss does not see mixes this much
+
 
 @dataclass(frozen=True)
 class Batch:
@@ -49,7 +51,7 @@ def candidates(graph: Graph, dims: Dims) -> list[Batch]:
             shape = dims.shape(node) or ()
             if len(shape) > position and shape[position]:
                 votes[shape[position][0]] += 1
-        found.extend(atom for atom, _ in votes.most_common() if atom not in found)
+        found.extend(atom for atom, _ in votes.most_common(16) if atom not in found)
     return [_batch(graph, dims, atom) for atom in found]
 
 
@@ -89,6 +91,19 @@ def told(graph: Graph, dims: Dims, batch_dim: Any) -> Batch | None:
 
 
 def infer(graph: Graph, dims: Dims, mixing: Callable[[Batch], int]) -> Batch | None:
-    """The first candidate that mixes nothing, else the first; `mixing(batch)` counts what cutting it would gather or sum."""
+    """The first candidate that mixes nothing. Where all mix: of those of dim 0 the one that mixes least, else of all.
+
+    `mixing(batch)` says how badly cutting it fits the model (see place.Placed.mixing).
+    """
+    scores: list[tuple[bool, int, int]] = []
     tried = candidates(graph, dims)
-    return next((batch for batch in tried if mixing(batch) == 0), tried[0] if tried else None)
+    for at, batch in enumerate(tried):
+        score = mixing(batch)
+        if score == 0:
+            return batch
+        lost, first = score >= LOST, all(cut.dim == 0 for cut in batch.cuts.values())
+        scores.append((lost, 0 if first else 1, score * 1000 + at))
+    if not scores:
+        return None
+    lost, _, which = min(scores)
+    return None if lost else tried[which % 1000]

@@ -28,7 +28,7 @@ from torch.fx.node import map_arg
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from partitioner.errors import BatchError
-from partitioner.passes.batch import Batch
+from partitioner.passes.batch import LOST, Batch
 from partitioner.passes.collectives import collective_ops
 from partitioner.passes.dims import Cut, Dims
 from partitioner.passes.graph import Graph, Input, Output
@@ -55,6 +55,7 @@ class Fallback:
 class Placed:
     """`graph` in local shapes. `cuts[i]` says how input i is cut (None: whole); `outputs[i]` where output i is placed.
 
+    reaches_loss: whether the loss is a sum over what was cut (else every rank computes all of it and takes its share).
     `prologue` runs once on this rank's whole share of the batch; its outputs are inputs of kind "prologue" of `graph`.
     `collectives` counts those left in `graph`: with any, the batch cannot be cut in time.
     """
@@ -65,12 +66,18 @@ class Placed:
     outputs: tuple[Where, ...]
     fallbacks: tuple[Fallback, ...]
     collectives: tuple[str, ...]
+    reaches_loss: bool
+
+    @property
+    def mixing(self) -> int:
+        """How badly the cut fits the model: values gathered or summed before the loss; LOST and more where the loss does not see the cut."""
+        return len(self.collectives) + len(self.fallbacks) + (0 if self.reaches_loss else LOST)
 
 
 def unplaced(graph: Graph) -> Placed:
     """One rank, one micro-batch: nothing is cut."""
     whole: tuple[Cut | None, ...] = (None,) * len(graph.inputs)
-    return Placed(graph, None, whole, (_REPLICATE,) * len(graph.outputs), (), ())
+    return Placed(graph, None, whole, (_REPLICATE,) * len(graph.outputs), (), (), True)
 
 
 def place(graph: Graph, dims: Dims, batch: Batch | None, axis: str) -> Placed:
@@ -123,6 +130,7 @@ class _Placer:
         self.scalars: dict[str, fx.Node] = {}
         self.sizes: dict[int, fx.Node] = {}
         self.fallbacks: list[Fallback] = []
+        self.reaches_loss = True
         self.at: fx.Node | None = None  # the old node being placed: gives new nodes their module and source
 
     # --- the walk ----------------------------------------------------------------------------------------------
@@ -165,13 +173,14 @@ class _Placer:
             for n in main.module.graph.nodes
             if n.target in collective_ops()
         )
-        return Placed(main.check(), prologue, tuple(cuts), tuple(where), tuple(self.fallbacks), remaining)
+        return Placed(main.check(), prologue, tuple(cuts), tuple(where), tuple(self.fallbacks), remaining, self.reaches_loss)
 
     def _results(self) -> tuple[list[fx.Node], list[Where]]:
         results, where = [], []
         for node, described in zip(self.graph.results, self.graph.outputs, strict=True):
             new = self.env[node]
             if described.kind == "loss" and self._of(new) == _REPLICATE:
+                self.reaches_loss = False
                 new = self._call(_ops.share.default, (new, self.scalars["share"]), {}, node.meta.get("val"), _PARTIAL)
             elif described.kind == "loss" and isinstance(self._of(new), Cut):
                 raise BatchError(f"the loss has shape {tuple(node.meta['val'].shape)}; it must be a scalar: reduce it over the batch")
@@ -201,7 +210,7 @@ class _Placer:
             return self._factory(node, rule)
         if any(p == _PARTIAL for p in places):
             if rule is not None and (passed := self._linear(rule, places)) is not None:
-                arguments = [self._to(a, _PARTIAL) if i in passed else a for i, a in enumerate(arguments)]
+                arguments = [self._to(a, _PARTIAL if i in passed else _REPLICATE) for i, a in enumerate(arguments)]
                 return self._emit(node, arguments, self._like(node, _PARTIAL))
             arguments = [self._to(a, _REPLICATE) if p == _PARTIAL else a for a, p in zip(arguments, places, strict=True)]
             places = [self._of(a) for a in arguments]
@@ -240,8 +249,9 @@ class _Placer:
         partial = {i for i, p in enumerate(places) if p == _PARTIAL}
         if rule.linear and partial <= set(rule.linear) and not any(isinstance(p, Cut) for p in places):
             return set(rule.linear)
-        if len(partial) == 1 and partial <= set(rule.linear_one) and not any(isinstance(p, Cut) for p in places):
-            return partial
+        alone = sorted(partial & set(rule.linear_one))
+        if alone and not any(isinstance(p, Cut) for p in places):
+            return {alone[0]}
         return None
 
     def _factory(self, node: fx.Node, rule: OpDims | None) -> fx.Node:
