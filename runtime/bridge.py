@@ -4,7 +4,6 @@ The parameters are no inputs of the autograd function, for they may be shards; t
 that requires a gradient makes autograd call backward at all.
 """
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -18,8 +17,8 @@ class _Bridge(torch.autograd.Function):
     """Outputs: the differentiable leaves of a run. The graph holds the run, and with it the saved values, until backward or its own end."""
 
     @staticmethod
-    def forward(ctx: Any, anchor: Tensor, run: Run, live: tuple[int, ...], done: Callable[[], None]) -> tuple[Tensor, ...]:
-        ctx.run, ctx.live, ctx.leaves, ctx.done = run, live, len(run.outputs), done
+    def forward(ctx: Any, anchor: Tensor, run: Run, live: tuple[int, ...]) -> tuple[Tensor, ...]:
+        ctx.run, ctx.live, ctx.leaves = run, live, len(run.outputs)
         ctx.set_materialize_grads(False)
         outputs = tuple(run.outputs[index] for index in live)
         run.outputs.clear()  # else output -> graph -> run -> output would be a circle
@@ -32,12 +31,11 @@ class _Bridge(torch.autograd.Function):
         for index, gradient in zip(ctx.live, gradients, strict=True):
             arrived[index] = gradient
         ctx.run.backward(arrived)
-        ctx.done()
-        return None, None, None, None
+        return None, None, None
 
 
-def attach(run: Run, done: Callable[[], None]) -> list[Any]:
-    """The run's outputs, attached to autograd where a gradient can come back; `done()` is called after backward has played."""
+def attach(run: Run) -> list[Any]:
+    """The run's outputs, attached to autograd where a gradient can come back."""
     outputs = list(run.outputs)
     live = tuple(
         index
@@ -47,7 +45,7 @@ def attach(run: Run, done: Callable[[], None]) -> list[Any]:
     if run.program.after and live:
         with torch.enable_grad():
             anchor = torch.zeros((), requires_grad=True)
-            attached = _Bridge.apply(anchor, run, live, done)  # type: ignore[no-untyped-call]
+            attached = _Bridge.apply(anchor, run, live)  # type: ignore[no-untyped-call]
         for index, output in zip(live, attached, strict=True):
             outputs[index] = output
     return outputs

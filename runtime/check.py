@@ -3,7 +3,7 @@
 | what | rule |
 |---|---|
 | values | written once, before they are read, not read after they were given up; every micro-batch in range |
-| zero3 units | gathered before use, not gathered twice, freed before the program ends |
+| zero3 units | gathered before use, not gathered twice, freed before the program (of a forward program: the forward) ends |
 | zero1 and zero2 units | refreshed before their first use |
 | saved values | every FORWARD that saves for a backward has exactly one BACKWARD, after those of the blocks that read what it wrote |
 | gradients | reduced after they were accumulated (zero2, zero3: each micro-batch's before the next one's), never without any |
@@ -265,6 +265,11 @@ class _Walk:
             needed.add("COMMIT")
         if missing := needed - self.seen:
             raise self.fail(f"the program has no {' and no '.join(sorted(missing))}", "add it")
+        # Between a forward and its backward the user's code runs, other forwards included, whose FREE would take the parameters away.
+        for number in self.whole:
+            if self.program.mode == "forward" and self.program.unit_numbered[number].shard == "zero3":
+                what = f"unit {number} is still gathered when the forward is over"
+                raise self.fail(what, f"add FREE unit {number} and gather it again in the backward")
 
     def _end(self) -> None:
         if self.saved:

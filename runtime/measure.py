@@ -2,7 +2,7 @@
 
 import weakref
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 from torch import Tensor
@@ -26,7 +26,7 @@ class Measured:
         self._tracker: Tracker | None = None
         self._peak: int | None = None
         self._steps = 0
-        self._in_optimizer = False
+        self._in_optimizer: ExitStack | None = None
         self._hooks: list[Any] = []
 
     @property
@@ -80,8 +80,8 @@ class Measured:
         def before(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
             if (measured := me()) is not None and measured._tracker is not None and measured._owns(optimizer):
                 measured._leave_optimizer()
-                measured._tracker.__enter__()
-                measured._in_optimizer = True
+                measured._in_optimizer = ExitStack()
+                measured._in_optimizer.enter_context(measured._tracker)
 
         def after(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
             if (measured := me()) is not None and measured._in_optimizer and measured._owns(optimizer):
@@ -92,11 +92,11 @@ class Measured:
         self._hooks = [register_optimizer_step_pre_hook(before), register_optimizer_step_post_hook(after)]
 
     def _leave_optimizer(self) -> None:
-        if self._in_optimizer and self._tracker is not None:
-            self._in_optimizer = False
-            self._tracker.__exit__(None, None, None)
+        if self._in_optimizer is not None:
+            stack, self._in_optimizer = self._in_optimizer, None
+            stack.close()
 
 
 def local(tensor: Tensor) -> Tensor:
     """The tensor that this rank really holds."""
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    return tensor._local_tensor if isinstance(tensor, DTensor) else tensor

@@ -17,7 +17,7 @@ from partitioner.errors import PartitionerError, ProgramError
 from partitioner.runtime.bridge import attach
 from partitioner.runtime.executor import Executor, Store
 from partitioner.runtime.inputs import Expected
-from partitioner.runtime.measure import Measured
+from partitioner.runtime.measure import Measured, local
 from partitioner.runtime.program import Mode, Program, Request
 
 
@@ -36,9 +36,9 @@ class ModuleStore(Store, Protocol):
 
     def mark_stale(self) -> None: ...
 
-    def full_state(self) -> dict[str, Tensor]: ...
+    def full_state(self) -> dict[str, Any]: ...
 
-    def load_full_state(self, state: Mapping[str, Tensor]) -> None: ...
+    def load_full_state(self, state: Mapping[str, Any]) -> None: ...
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> Tensor: ...
 
@@ -104,18 +104,14 @@ class ParallelModule(nn.Module):
         leaves = self._leaves("step", args, kwargs, targets)
         executor = self._executor("step", leaves, grad=True)
         with self.measured.step(leaf for leaf in leaves.values() if isinstance(leaf, Tensor)):
-            try:
-                return executor.step(leaves)
-            finally:
-                self._store.mark_stale()  # optimizer.step comes next
+            return executor.step(leaves)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The model's own output for the global batch, whole on every rank; `loss.backward()` on it fills `.grad`."""
         leaves = self._leaves("forward", args, kwargs, ABSENT)
         grad = torch.is_grad_enabled() and any(parameter.requires_grad for parameter in self.parameters())
         executor = self._executor("forward", leaves, grad)
-        run = executor.forward(leaves)
-        return tree_unflatten(attach(run, self._store.mark_stale), executor.program.out_spec)
+        return tree_unflatten(attach(executor.forward(leaves)), executor.program.out_spec)
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
         """Scale all gradients so that their norm over all ranks is at most `max_norm`; returns the norm before, the same on every rank."""
@@ -132,35 +128,12 @@ class ParallelModule(nn.Module):
     # State
 
     def full_state_dict(self) -> dict[str, Any]:
-        """`state_dict()` of the unsharded model, whole tensors on every rank, aliases of tied parameters included. Collective."""
-        parameters = self._store.full_state()
-        first = {id(parameter): name for name, parameter in self._user.named_parameters()}
-        name_of = {alias: first[id(parameter)] for alias, parameter in self._user.named_parameters(remove_duplicate=False)}
-        state: dict[str, Any] = {}
-        for key, value in self._user.state_dict().items():
-            if key in parameters:
-                state[key] = parameters[key]
-            elif key in name_of:
-                state[key] = parameters[name_of[key]]
-            else:
-                state[key] = value.detach().clone() if isinstance(value, Tensor) else value
-        return state
+        """`state_dict()` of the unsharded model, copies of whole tensors on every rank, aliases of tied parameters included. Collective."""
+        return self._store.full_state()  # type: ignore[no-any-return]
 
     def load_full_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Inverse of `full_state_dict`, from whole tensors on every rank. Raises PartitionerError for missing or unknown names."""
-        expected = set(self._user.state_dict())
-        if missing := expected - set(state):
-            raise PartitionerError(f"the state lacks {', '.join(sorted(missing))}; pass what full_state_dict() of the same model returned")
-        if unknown := set(state) - expected:
-            raise PartitionerError(f"the state has {', '.join(sorted(unknown))}, which this model has not; pass the state of the same model")
-        names = {name for name, _ in self._user.named_parameters()}
-        buffers = dict(self._user.named_buffers())
-        self._store.load_full_state({name: value for name, value in state.items() if name in names})
-        with torch.no_grad():
-            for name, value in state.items():
-                if name in buffers:
-                    buffers[name].copy_(value)
-        self._store.mark_stale()
+        """Inverse of `full_state_dict`, from the same whole tensors on every rank. Raises InputError for the state of another model."""
+        self._store.load_full_state(state)
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
         """The user's module's own: parameters as they are placed, sharded ones as DTensors."""
@@ -170,9 +143,7 @@ class ParallelModule(nn.Module):
         """Inverse of `state_dict` on the same placement; `load_full_state_dict` takes whole tensors."""
         if assign:
             raise PartitionerError("load_state_dict(assign=True) would replace the placed parameters; leave assign out")
-        result = self._user.load_state_dict(state_dict, strict)
-        self._store.mark_stale()
-        return result
+        return self._user.load_state_dict(state_dict, strict)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "ParallelModule":
         raise PartitionerError(
@@ -204,6 +175,8 @@ class ParallelModule(nn.Module):
                     f"{program.mode}; lower the plan for this rank"
                 )
             executor = self._executors[key] = Executor(program, self._user, self._store, self._group, self._device)
+        # Whatever the user did to parameters since the last call (an averaged copy swapped in through .data leaves no trace) must be seen.
+        self._store.mark_stale()
         return executor
 
     def _resident(self) -> Iterable[Tensor]:
@@ -213,8 +186,9 @@ class ParallelModule(nn.Module):
             yield from executor.program.constants.values()
 
     def _owns(self, optimizer: Optimizer) -> bool:
-        mine = {id(parameter) for parameter in self._user.parameters()}
-        return any(id(parameter) in mine for group in optimizer.param_groups for parameter in group["params"])
+        # By storage: during a step the optimizer holds stand-ins that share the parameters' memory.
+        mine = {local(parameter).untyped_storage()._cdata for parameter in self._user.parameters()}
+        return any(local(parameter).untyped_storage()._cdata in mine for group in optimizer.param_groups for parameter in group["params"])
 
 
 def _without_targets(leaves: Mapping[str, Any]) -> dict[str, Any]:

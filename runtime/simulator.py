@@ -25,7 +25,7 @@ from partitioner.runtime.text import instruction_text
 
 
 class Events(Protocol):
-    """What a unit's store allocates and frees (`unit_bytes.UnitBytes`)."""
+    """What a unit's store allocates and frees (`unit_bytes.UnitBytes`). Keys are unique over all units, whose events may drop each other's."""
 
     def persistent(self) -> int: ...
 
@@ -79,7 +79,7 @@ class StorageMachine:
         self.memory: list[tuple[str, int, int]] = []
         self.total_loss: Storage | None = None
         self._instruction: Instruction | None = None
-        self._state: dict[tuple[int, str], Storage] = {}
+        self._held: dict[str, Storage] = {}  # storages of units, by their keys
         self._pending: set[str] = set()
         self._reduced: list[int] = []
         self._replays: dict[tuple[str, str, int], Compiled] = {}
@@ -144,20 +144,25 @@ class StorageMachine:
     def accumulate(self, name: str, gradient: Storage) -> None:
         turn = "next" if name in self._pending else "first"
         self._pending.add(name)
-        self._unit_events(self.program.unit_of[name].number, f"ACCUMULATE:{name}:{turn}")
+        self._unit_events(self.program.unit_of[name].number, f"ACCUMULATE:{name}:{turn}", gradient)
 
     def unit(self, op: str, unit: Unit, last: bool) -> None:
-        self._unit_events(unit.number, op)
-        if op == "REDUCE":
+        if op != "REDUCE":
+            self._unit_events(unit.number, op)
+        elif last or unit.shard in ("zero2", "zero3"):
+            self._unit_events(unit.number, op)
             self._pending.difference_update(unit.parameters)
             self._reduced.append(unit.number)
 
-    def _unit_events(self, number: int, op: str) -> None:
+    def _unit_events(self, number: int, op: str, given: Storage | None = None) -> None:
+        """Follow the store. A first gradient is kept as it was given: its storage changes hands, nothing is allocated."""
         for kind, key, count in self.unit_bytes[number].events(op):
-            if kind == "make":
-                self._state[number, key] = Storage(self.ledger, count)
+            if kind != "make":
+                del self._held[key]
+            elif given is not None and given.bytes == count:
+                self._held[key] = given
             else:
-                self._state.pop((number, key), None)
+                self._held[key] = Storage(self.ledger, count)
 
     def loss(self, values: list[Storage]) -> None:
         self.total_loss = Storage(self.ledger, values[0].bytes)
@@ -194,7 +199,7 @@ def simulate(
     """Play `program` as if its functions ran; seconds are those of its instructions.
 
     bytes_of: storage bytes of every input leaf, buffer and constant (see `storage_bytes`); all count from the start, read or not.
-    unit_bytes: per unit number, what its store holds between steps and allocates when (`unit_bytes.UnitBytes`).
+    unit_bytes: per unit number, what its store holds between steps and allocates when (`unit_bytes.UnitBytes.of(…)`, made anew for every call).
     optimizer_state_bytes count throughout, optimizer_temporary_bytes during `optimizer.step`, which comes after the last instruction with
     the gradients in place.
     """
