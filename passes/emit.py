@@ -1,7 +1,7 @@
 """Write forward and backward of a block class as Python: one line per op, shapes and module paths in comments, `del` behind the last use.
 
-The text is the program: the callables are made from it and from nothing else. It is deterministic and holds no data; numbers, dtypes and devices are literals,
-and every op is bound once to a name of the file, so that a call costs one look-up.
+The text is the program: the callables are made from it and from nothing else. It is deterministic and holds no data; numbers, dtypes and devices are
+literals, and every op is bound once to a name of the file, so that a call costs one look-up.
 """
 
 import math
@@ -25,7 +25,7 @@ _SHORT = {
 }  # fmt: skip
 _LITERAL_TYPES = (torch.dtype, torch.layout, torch.memory_format)
 _IMPORT = "import torch"
-_CUSTOM_IMPORTS = ("import partitioner.passes.collectives  # registers its ops", "import partitioner.passes.randomness  # registers its op")
+_CUSTOM_IMPORTS = tuple(f"import partitioner.passes.{name}  # registers its ops" for name in ("collectives", "randomness", "recurrent"))
 _SYMBOL = {"mul": "*", "add": "+", "sub": "-"}
 
 

@@ -21,6 +21,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from partitioner.errors import CaptureError
 from partitioner.passes.block import BlockClass
 from partitioner.passes.layout import is_expanded
+from partitioner.passes.recurrent import opaque
 
 
 @dataclass(frozen=True)
@@ -126,8 +127,9 @@ def _run(module: fx.GraphModule, values: Sequence[Any], recorder: _Recorder, wan
         elif node.op == "call_function":
             recorder.module, recorder.source = node.meta.get("module", ""), node.meta.get("source")
             look = lambda leaf: env[leaf] if isinstance(leaf, fx.Node) else leaf  # noqa: E731
-            out = node.target(*map_arguments(list(node.args), look), **{k: map_arguments(v, look) for k, v in node.kwargs.items()})
-            env[node] = out
+            args, kwargs = map_arguments(list(node.args), look), {k: map_arguments(v, look) for k, v in node.kwargs.items()}
+            out = opaque(node.target, args, kwargs)
+            env[node] = out = node.target(*args, **kwargs) if out is None else out
             if want_backward:
                 hook(out, recorder.module, recorder.source)
         else:
@@ -191,7 +193,7 @@ def _record(cls: BlockClass, reads: Sequence[Any], functional: bool) -> tuple[Re
                 for index in cls.tangents:
                     recorder.active = False
                     inner = unwrap(outs[index])
-                    value = torch.empty(inner.shape, dtype=inner.dtype, device=inner.device)
+                    value = unwrap(torch.empty(inner.shape, dtype=inner.dtype, device=inner.device))
                     tangents.append(recorder.placeholder(f"tangent_{index}", value))
                     given.append(wrap(value))
                 recorder.active = True

@@ -94,8 +94,9 @@ def run_chain(
     results = [values.pop(p.name) if p.kind == "value" else tensors[p.name] for p in blocks.results]
     values.clear()
     gradients: dict[str, Tensor] = {}
+    ends = {block.writes[i] for block in blocks.blocks for i in functions[block.cls].tangents}
     for port, result in zip(blocks.results, results, strict=True):
-        if port.kind == "value" and result.is_floating_point():
+        if port.name in ends:
             gradients[port.name] = torch.ones_like(result) if gradient is None else gradient
     for block in reversed(blocks.blocks):
         function = functions[block.cls]
