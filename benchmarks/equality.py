@@ -1,0 +1,84 @@
+"""The full product: every model of the zoo × ranks × shard level × checkpoint × micro-batches, each compared with the plain model in one process.
+
+    python -m benchmarks.equality [--models gpt2 unet] [--ranks 2 3] [--kinds fp64 fp32] [--part 1/4] [--json out/equality.json]
+
+`--part k/n` runs every n-th composition from the k-th, so that the product can be spread over several evenings. Prints one line a model and, at the
+end, JSON: how many compositions were equal, refused or bad, the worst relative distance of each model, and what went wrong where. Exit status 1 if
+anything did.
+"""
+
+import argparse
+import json
+import sys
+import time
+import warnings
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from partitioner import PartitionerError
+from tests.equality import PROOF, RANKS, USUAL, Kind, compare_or_refuse, everything, rows_in
+from tests.models import MODELS
+
+KINDS = {"fp64": PROOF, "fp32": USUAL}
+
+
+def examine(name: str, kind: Kind, ranks: list[int], part: int, parts: int) -> dict[str, Any]:
+    """All compositions of one model under one comparison."""
+    tolerance = MODELS[name]()[kind.tolerance]
+    found: dict[str, Any] = {"equal": 0, "refused": 0, "bad": [], "worst_loss": 0.0, "worst_state": 0.0, "tolerance": tolerance}
+    for number, composition in enumerate(c for c in everything(rows_in(name)) if c.ranks in ranks):
+        if number % parts != part:
+            continue
+        try:
+            verdict = compare_or_refuse(name, kind, composition)
+        except Exception as error:  # one composition that fails must not hide the others
+            said = f"{type(error).__name__}: {error}" if isinstance(error, PartitionerError) else repr(error)
+            found["bad"].append({**asdict(composition), "error": said[:500]})
+            continue
+        if verdict.refused:
+            found["refused"] += 1
+            continue
+        found["worst_loss"], found["worst_state"] = max(found["worst_loss"], verdict.loss), max(found["worst_state"], verdict.state)
+        if verdict.within(tolerance):
+            found["equal"] += 1
+        else:
+            found["bad"].append({**asdict(composition), "loss": verdict.loss, "state": verdict.state, "where": verdict.where})
+    return found
+
+
+def main() -> int:
+    options = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    options.add_argument("--models", nargs="*", default=[], help="only models whose name contains one of these")
+    options.add_argument("--ranks", nargs="*", type=int, default=list(RANKS))
+    options.add_argument("--kinds", nargs="*", choices=sorted(KINDS), default=sorted(KINDS, reverse=True))
+    options.add_argument("--part", default="1/1", help="k/n: every n-th composition, from the k-th")
+    options.add_argument("--json", type=Path)
+    chosen = options.parse_args()
+    part, parts = (int(number) for number in chosen.part.split("/"))
+    torch.set_num_threads(1)
+    warnings.simplefilter("ignore")
+    report: dict[str, dict[str, Any]] = {}
+    for name, make in MODELS.items():
+        if make()["random"] or (chosen.models and not any(word in name for word in chosen.models)):
+            continue
+        for kind in chosen.kinds:
+            start = time.perf_counter()
+            found = report.setdefault(name, {})[kind] = examine(name, KINDS[kind], chosen.ranks, part - 1, parts)
+            counts = f"{found['equal']:4d} equal {found['refused']:4d} refused {len(found['bad']):4d} bad"
+            distances = f"loss {found['worst_loss']:.1e} state {found['worst_state']:.1e}"
+            print(f"{name:28s} {kind} {counts}  {distances}  {time.perf_counter() - start:6.1f} s", file=sys.stderr, flush=True)
+    parts_of_it = [found for kinds in report.values() for found in kinds.values()]
+    total = {key: sum(found[key] for found in parts_of_it) for key in ("equal", "refused")} | {"bad": sum(len(found["bad"]) for found in parts_of_it)}
+    text = json.dumps({"total": total, "models": report}, indent=1)
+    if chosen.json:
+        chosen.json.parent.mkdir(parents=True, exist_ok=True)
+        chosen.json.write_text(text)
+    print(text)
+    return 1 if total["bad"] else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

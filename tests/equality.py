@@ -1,0 +1,161 @@
+"""Does a parallel run equal one process? Compositions of decisions, how a rank trains under one, and how far the result is from the plain model's.
+
+Two comparisons: fp64 with AdamW is the proof (rounding is far below any mistake), fp32 with SGD is what users run. AdamW in fp32 proves nothing: it
+divides by the size of the gradient, so the rounding noise of a gradient that is truly zero becomes a whole step.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cache
+from itertools import product
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tests.models import MODELS, Case, cast, clone, optimizer_of, rows_of, train_plain
+from tests.ranks import run
+
+RANKS = (1, 2, 3, 4)
+SHARDS = ("none", "zero1", "zero2", "zero3")
+CHECKPOINTS = ("none", "auto", "full")
+MICRO_BATCHES = (1, 2, 3)
+SMALLEST = 1e-3  # below this size a value is compared absolutely
+
+
+@dataclass(frozen=True)
+class Kind:
+    """A comparison: number format, optimizer and the flag of a case that holds its relative tolerance."""
+
+    dtype: torch.dtype
+    optimizer: str
+    tolerance: str
+
+
+PROOF = Kind(torch.float64, "adamw", "fp64")
+USUAL = Kind(torch.float32, "sgd", "fp32")
+
+
+@dataclass(frozen=True)
+class Composition:
+    """One point of the space that the planner chooses from."""
+
+    ranks: int
+    shard: str
+    checkpoint: str
+    micro_batches: int
+
+    def constraints(self) -> dict[str, Any]:
+        return {"shard": self.shard, "checkpoint": self.checkpoint, "micro_batches": self.micro_batches}
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """Relative distance of losses and of the worst entry of the final state, and what the planner said where it refused."""
+
+    loss: float
+    state: float
+    where: str
+    refused: str = ""
+
+    def within(self, tolerance: float) -> bool:
+        return self.loss <= tolerance and self.state <= tolerance
+
+
+def everything(rows: int) -> Iterator[Composition]:
+    """The full product for a batch of so many rows; a batch cannot be cut into more micro-batches than it has rows."""
+    for ranks, shard, checkpoint, micro in product(RANKS, SHARDS, CHECKPOINTS, MICRO_BATCHES):
+        if micro <= rows:
+            yield Composition(ranks, shard, checkpoint, micro)
+
+
+def deal(number: int, rows: int) -> tuple[Composition, ...]:
+    """Four compositions for the number-th model: each rank count and each shard level once, every checkpoint and micro-batch count.
+
+    Twelve models in a row see every pair of settings (a test counts them), so the zoo sees each several times.
+    """
+    hands = []
+    for k, ranks in enumerate(RANKS):
+        shard, checkpoint, micro = SHARDS[(k + number) % 4], CHECKPOINTS[(k + number // 4) % 3], MICRO_BATCHES[(2 * k + number) % 3]
+        hands.append(Composition(ranks, shard, checkpoint, min(micro, rows)))
+    return tuple(hands)
+
+
+def train_parallel(name: str, kind: Kind, composition: Composition, steps: int = 3) -> tuple[list[float], dict[str, Tensor]]:
+    """What each rank does: the user's own loop, through the public interface."""
+    from partitioner import auto_parallelize
+
+    case = cast(MODELS[name](), kind.dtype)
+    loss_fn, targets = case["loss_fn"], case["targets"]
+    asked: Case = {"batch_dim": case["batch_dim"], "optimizer": kind.optimizer, "constraints": composition.constraints()}
+    if targets is not None:
+        asked.update(loss=loss_fn, example_targets=targets)
+    elif loss_fn is not None:
+        asked.update(loss=lambda output: loss_fn(output, None))
+    torch.manual_seed(7)
+    model = case["model"].train()
+    parallel = auto_parallelize(model, gpus=composition.ranks, example_inputs=case["args"], example_kwargs=case["kwargs"], **asked)
+    optimizer, history = optimizer_of(kind.optimizer, parallel), []
+    for step in range(steps):
+        optimizer.zero_grad()
+        torch.manual_seed(1000 + step)
+        keywords = {**clone(case["kwargs"]), **({} if targets is None else {"targets": clone(targets)})}
+        history.append(float(parallel.train_step(*clone(case["args"]), **keywords)))
+        optimizer.step()
+    return history, {key: value.detach().clone() for key, value in parallel.full_state_dict().items()}
+
+
+def train_twice(name: str, kind: Kind, composition: Composition) -> bool:
+    """Whether two runs from the same seed give the same bits."""
+    (losses, state), (again, other) = train_parallel(name, kind, composition), train_parallel(name, kind, composition)
+    return losses == again and all(torch.equal(state[key], other[key]) for key in state)
+
+
+@cache
+def plain(name: str, kind: Kind) -> tuple[list[float], dict[str, Tensor]]:
+    return train_plain(cast(MODELS[name](), kind.dtype), kind.optimizer)
+
+
+def distance(expected: dict[str, Tensor], found: dict[str, Tensor]) -> tuple[float, str]:
+    """The largest relative difference of two states and the name it is at; infinite where a name, a shape or a dtype differs."""
+    if expected.keys() != found.keys():
+        return float("inf"), f"names {sorted(expected.keys() ^ found.keys())}"
+    worst, where = 0.0, ""
+    for name, want in expected.items():
+        have = found[name]
+        if have.shape != want.shape or have.dtype != want.dtype:
+            return float("inf"), f"{name} is {have.dtype}{list(have.shape)}, expected {want.dtype}{list(want.shape)}"
+        if not want.numel():
+            continue
+        gap = (have.double() - want.double()).abs().max().item() / max(SMALLEST, want.double().abs().max().item())
+        if not gap <= worst:  # a NaN is worse than anything
+            worst, where = gap if gap == gap else float("inf"), name
+    return worst, where
+
+
+def compare(name: str, kind: Kind, composition: Composition) -> Verdict:
+    """Train on the ranks of the pool and compare with the plain model. Raises what the product raises."""
+    results = run(composition.ranks, train_parallel, name, kind, composition)
+    losses = results[0][0]
+    expected, wanted = plain(name, kind)
+    if any(other != losses for other, _ in results):
+        return Verdict(float("inf"), 0.0, f"ranks report different losses: {[other for other, _ in results]}")
+    loss = max(abs(a - b) / max(SMALLEST, abs(b)) for a, b in zip(losses, expected, strict=True))
+    worst, where = max((distance(wanted, found) for _, found in results), key=lambda pair: pair[0])
+    return Verdict(loss if loss == loss else float("inf"), worst, where)
+
+
+def compare_or_refuse(name: str, kind: Kind, composition: Composition) -> Verdict:
+    """As `compare`; a refusal of micro-batches that names the constraint is a verdict where one row's result depends on other rows."""
+    from partitioner import PartitionerError
+
+    try:
+        return compare(name, kind, composition)
+    except PartitionerError as error:
+        if composition.micro_batches > 1 and "micro_batches" in str(error) and MODELS[name]()["mixes_batch"]:
+            return Verdict(0.0, 0.0, "", refused=str(error))
+        raise
+
+
+def rows_in(name: str) -> int:
+    return rows_of(MODELS[name]())
