@@ -135,8 +135,8 @@ def _before(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any])
         return None
     if not is_elementwise(type(optimizer)):
         raise OptimizerError(
-            f"{type(optimizer).__name__} was given {cut[0]!r}{f' and {len(cut) - 1} more parameters' if len(cut) > 1 else ''} of which this rank holds "
-            "only some rows, and it is not known to treat every element alone, so its step on rows would differ from one device. Plan with "
+            f"{type(optimizer).__name__} was given {cut[0]!r}{f' and {len(cut) - 1} more parameters' if len(cut) > 1 else ''} of which this rank "
+            "holds only some rows, and it is not known to treat every element alone, so its step on rows would differ from one device. Plan with "
             'constraints={"shard": "none"}, or use one of ' + ", ".join(known.__name__ for known in ELEMENTWISE)
         )
     _swap_in(optimizer)

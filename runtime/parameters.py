@@ -40,8 +40,9 @@ class UnitStore:
     """Takes over the parameters of `module`, in place: afterwards they are placed over `group` as their units say.
 
     Names, ties (one Parameter object at all its places), requires_grad and attributes set on a parameter are kept. Parameters of no unit, 0-dim
-    and empty ones stay plain and replicated, as do frozen ones of zero1 and zero2 units. The values must be the same on every rank before. Parameters
-    on `meta` become zeros. `device` is where storage is made; None: where each parameter is. `planned_optimizer` may be set to the name that memory was planned for.
+    and empty ones stay plain and replicated, as do frozen ones of zero1 and zero2 units. The values must be the same on every rank before.
+    Parameters on `meta` become zeros. `device` is where storage is made; None: where each parameter is. `planned_optimizer` may be set to the
+    name that memory was planned for.
 
     Every method that communicates must be called by all ranks, in the same order.
     """

@@ -7,11 +7,14 @@
 Keys name storages and are unique over all units, because the events of one unit may drop storages of another: a REDUCE that scatters first
 awaits the scatters before it, and only then their whole gradients go. A gradient belongs to the caller until "ACCUMULATE:<name>:first" makes it
 the unit's: nothing is allocated then, so the caller's claim on that storage should end before the event is applied; a ":next" gradient is the
-caller's to drop. The results of a step, `.grad`, stay until someone drops them. Instances remember where in a step they are: make new ones for every simulated step.
+caller's to drop. The results of a step, `.grad`, stay until someone drops them. Instances remember where in a step they are: make new ones for
+every simulated step.
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+
+import torch
 
 from partitioner.errors import ProgramError
 from partitioner.runtime.program import Unit
@@ -72,9 +75,9 @@ class UnitBytes:
         """Bytes of `.grad` after a step in which every trainable parameter got one."""
         return sum(count for _, count in self._result_sizes(self.layout.scattered) + self._result_sizes(self.layout.summed))
 
-    def local_shapes(self) -> list[tuple[tuple[int, ...], object]]:
+    def local_shapes(self) -> list[tuple[tuple[int, ...], torch.dtype]]:
         """(shape, dtype) of what an optimizer steps on, on this rank."""
-        result: list[tuple[tuple[int, ...], object]] = []
+        result: list[tuple[tuple[int, ...], torch.dtype]] = []
         for piece in self.layout.pieces.values():
             if piece.trainable:
                 plain = any(piece.name == other.name for other in self.layout.plain)
