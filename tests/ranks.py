@@ -33,6 +33,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed import PrefixStore, Store, TCPStore  # type: ignore[attr-defined]  # defined, but not declared as exported
 
 MOST_RANKS = 4
 SECONDS = 120.0
@@ -98,7 +99,7 @@ def _apply(filters: Sequence[tuple[Any, ...]]) -> None:
         warnings.filterwarnings(action, category=category, lineno=line, append=True, **patterns)
 
 
-def _perform(rank: int, job: dict[str, Any], store: dist.Store) -> tuple[str, Any]:
+def _perform(rank: int, job: dict[str, Any], store: Store) -> tuple[str, Any]:
     """Run one task as rank `rank` with the environment of torchrun; ("done", packed result) or ("failed", Failure)."""
     environment = {
         "RANK": rank,
@@ -117,7 +118,7 @@ def _perform(rank: int, job: dict[str, Any], store: dist.Store) -> tuple[str, An
             _apply(job["filters"])
             torch.manual_seed(0)
             if job["group"]:
-                own = dist.PrefixStore(f"task {job['number']}", store)
+                own = PrefixStore(f"task {job['number']}", store)
                 dist.init_process_group("gloo", store=own, rank=rank, world_size=job["ranks"])
             return "done", _pack(_resolve(job["task"])(*job["args"]))
     except BaseException as error:  # noted before the group is destroyed, which makes the other ranks fail too
@@ -132,7 +133,7 @@ def _perform(rank: int, job: dict[str, Any], store: dist.Store) -> tuple[str, An
 def _serve(rank: int, pipe: Connection, stacks: str, port: int) -> None:
     """A worker's life: tasks in, results or failures out, until the pipe closes."""
     torch.set_num_threads(1)
-    store = dist.TCPStore("127.0.0.1", port, is_master=False)
+    store = TCPStore("127.0.0.1", port, is_master=False)
     file = open(stacks, "w")  # noqa: SIM115  faulthandler writes to it for as long as the process lives
     faulthandler.register(signal.SIGUSR1, file=file, all_threads=True)
     while True:
@@ -150,8 +151,8 @@ def _serve(rank: int, pipe: Connection, stacks: str, port: int) -> None:
             pipe.send(reply)
 
 
-def _new_store() -> dist.TCPStore:
-    return dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+def _new_store() -> TCPStore:
+    return TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
 
 
 class Pool:
@@ -162,8 +163,8 @@ class Pool:
         self._workers: list[multiprocessing.process.BaseProcess] = []
         self._pipes: list[Connection] = []
         self._number = 0
-        self._store: dist.TCPStore | None = None
-        self._launch: dist.TCPStore | None = None
+        self._store: TCPStore | None = None
+        self._launch: TCPStore | None = None
         self._folder = tempfile.TemporaryDirectory(prefix="ranks-")
 
     def run(self, ranks: int, task: Task, *args: Any, seconds: float = SECONDS, group: bool = True) -> list[Any]:
@@ -228,14 +229,14 @@ class Pool:
         return Path(self._folder.name) / f"stack-{rank}.txt"
 
     def _collect(self, ranks: int, end: float, seconds: float) -> list[Any]:
-        waiting: dict[Any, int] = {pipe: rank for rank, pipe in enumerate(self._pipes[:ranks])}
+        waiting: dict[Connection, int] = {pipe: rank for rank, pipe in enumerate(self._pipes[:ranks])}
         results: dict[int, Any] = {}
         failures: list[Failure] = []
         while waiting and (left := end - time.monotonic()) > 0:
-            for pipe in multiprocessing.connection.wait(list(waiting), left):
+            for pipe in [pipe for pipe in multiprocessing.connection.wait(list(waiting), left) if isinstance(pipe, Connection)]:
                 rank = waiting.pop(pipe)
                 try:
-                    kind, value = pipe.recv()  # type: ignore[union-attr]
+                    kind, value = pipe.recv()
                 except (EOFError, OSError):
                     failures.append(self._death(rank))
                 else:

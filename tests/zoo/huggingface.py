@@ -40,7 +40,7 @@ def class_loss(output: Any, targets: Tensor) -> Tensor:
 
 def language(model: Any, rows: int = 6, length: int = 6, mask: bool = False) -> Case:
     ids = torch.randint(3, 40, (rows, length))
-    kwargs = {"input_ids": ids}
+    kwargs: Case = {"input_ids": ids}
     if mask:
         kwargs["attention_mask"] = torch.ones_like(ids)
         kwargs["attention_mask"][:2, length - 2 :] = 0
@@ -49,21 +49,21 @@ def language(model: Any, rows: int = 6, length: int = 6, mask: bool = False) -> 
 
 @case()
 def hf_gpt2() -> Case:
-    off = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0, "use_cache": False}
+    off: Case = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0, "use_cache": False}
     config = GPT2Config(vocab_size=41, n_positions=8, n_embd=16, n_layer=2, n_head=2, bos_token_id=0, eos_token_id=0, **off)
     return language(GPT2LMHeadModel(config), mask=True)
 
 
 @case(fp64=ROUNDED_INSIDE)
 def hf_llama() -> Case:
-    sizes = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2}
+    sizes: Case = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2}
     return language(LlamaForCausalLM(LlamaConfig(vocab_size=41, max_position_embeddings=8, use_cache=False, **sizes, **SPECIAL)), mask=True)
 
 
 @case()
 def hf_bert() -> Case:
-    sizes = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 24, "max_position_embeddings": 8}
-    off = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
+    sizes: Case = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 24, "max_position_embeddings": 8}
+    off: Case = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
     made = language(BertForSequenceClassification(BertConfig(vocab_size=41, num_labels=3, **sizes, **off)), rows=7, mask=True)
     made["kwargs"]["token_type_ids"] = torch.zeros_like(made["kwargs"]["input_ids"])
     return {**made, "targets": torch.randint(0, 3, (7,)), "loss_fn": class_loss}
@@ -71,7 +71,7 @@ def hf_bert() -> Case:
 
 @case(fp64=ROUNDED_INSIDE)
 def hf_t5() -> Case:
-    sizes = {"d_model": 16, "d_kv": 8, "d_ff": 24, "num_layers": 2, "num_heads": 2}
+    sizes: Case = {"d_model": 16, "d_kv": 8, "d_ff": 24, "num_layers": 2, "num_heads": 2}
     config = T5Config(vocab_size=41, dropout_rate=0.0, use_cache=False, decoder_start_token_id=0, **sizes)
     made = language(T5ForConditionalGeneration(config))
     made["kwargs"]["decoder_input_ids"] = torch.randint(3, 40, (6, 5))
@@ -80,7 +80,7 @@ def hf_t5() -> Case:
 
 @case()
 def hf_vit() -> Case:
-    sizes = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 24, "image_size": 8, "patch_size": 4}
+    sizes: Case = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 24, "image_size": 8, "patch_size": 4}
     model = ViTForImageClassification(ViTConfig(num_labels=5, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0, **sizes))
     images = torch.randn(6, 3, 8, 8)
     return {"model": model, "args": (), "kwargs": {"pixel_values": images}, "targets": torch.randint(0, 5, (6,)), "loss_fn": class_loss}
@@ -88,5 +88,5 @@ def hf_vit() -> Case:
 
 @case(fp64=ROUNDED_INSIDE)
 def hf_mamba() -> Case:
-    sizes = {"hidden_size": 8, "state_size": 4, "num_hidden_layers": 2, "expand": 2, "conv_kernel": 3, "time_step_rank": 2}
+    sizes: Case = {"hidden_size": 8, "state_size": 4, "num_hidden_layers": 2, "expand": 2, "conv_kernel": 3, "time_step_rank": 2}
     return language(MambaForCausalLM(MambaConfig(vocab_size=41, use_cache=False, **sizes, **SPECIAL)), length=4)

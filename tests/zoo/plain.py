@@ -54,7 +54,7 @@ class TiedLanguageModel(nn.Module):
         h = self.embedding(tokens)
         for block in self.blocks:
             h = block(h)
-        return self.head(self.norm(h))  # type: ignore[no-any-return]
+        return self.head(self.norm(h))
 
 
 @case()
@@ -69,7 +69,7 @@ class KeywordsOnly(nn.Module):
 
     def forward(self, *, tokens: Tensor, positions: Tensor, gate: Tensor | None = None) -> Tensor:
         h = self.block(self.token(tokens) + self.position(positions))
-        return self.head(h if gate is None else h * gate.unsqueeze(-1))  # type: ignore[no-any-return]
+        return self.head(h if gate is None else h * gate.unsqueeze(-1))
 
 
 @case()
@@ -95,7 +95,7 @@ class NestedOutput(nn.Module):
 
 def nested_loss(output: dict[str, Any], targets: Tensor) -> Tensor:
     penalty = sum(h.pow(2).mean() for h in output["hidden"]) + sum((a - b).abs().mean() for a, b in output["more"]["pairs"])
-    return F.cross_entropy(output["logits"], targets) + 0.1 * penalty  # type: ignore[no-any-return]
+    return F.cross_entropy(output["logits"], targets) + 0.1 * penalty
 
 
 @case()
@@ -115,7 +115,7 @@ class NestedInput(nn.Module):
         h = h + self.city(batch["sparse"]["city"]) + self.day(batch["sparse"]["day"])
         picture, weight = batch["image"]
         h = h + self.image(picture).mean((2, 3)) * weight
-        return self.head(torch.tanh(h) if batch["mode"] == "tanh" else h) * scale  # type: ignore[no-any-return]
+        return self.head(torch.tanh(h) if batch["mode"] == "tanh" else h) * scale
 
 
 @case()
@@ -156,7 +156,7 @@ class LowRank(nn.Module):
         self.down, self.up = nn.Parameter(torch.randn(2, inputs) * 0.1), nn.Parameter(torch.randn(outputs, 2) * 0.1)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.base(x) + F.linear(F.linear(x, self.down), self.up)  # type: ignore[no-any-return]
+        return self.base(x) + F.linear(F.linear(x, self.down), self.up)
 
 
 @case()
@@ -178,7 +178,7 @@ class SequenceFirst(nn.Module):
         h = self.embedding(tokens)
         for layer in self.encoder:
             h = layer(h, src_mask=mask)
-        return self.head(h)  # type: ignore[no-any-return]
+        return self.head(h)
 
 
 @case(batch_dim=1)
@@ -195,7 +195,7 @@ class MaskedAttention(nn.Module):
         rows, length, dim = x.shape
         q, k, v = self.qkv(self.norm(x)).view(rows, length, 3, 2, dim // 2).permute(2, 0, 3, 1, 4).unbind(0)
         mixed = F.scaled_dot_product_attention(q, k, v, attn_mask=mask)
-        return x + self.out(mixed.transpose(1, 2).reshape(rows, length, dim))  # type: ignore[no-any-return]
+        return x + self.out(mixed.transpose(1, 2).reshape(rows, length, dim))
 
 
 class SharedMask(nn.Module):
@@ -208,7 +208,7 @@ class SharedMask(nn.Module):
         h = self.embedding(tokens) + positions
         for block in self.blocks:
             h = block(h, mask)
-        return self.head(h)  # type: ignore[no-any-return]
+        return self.head(h)
 
 
 @case()

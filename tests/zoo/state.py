@@ -32,7 +32,7 @@ class RunningMean(nn.Module):
         h[:, :3] *= 0.5
         h[:, -1] = h[:, 0] + 1
         h.clamp_(max=self.limit).relu_()
-        return self.second(h)  # type: ignore[no-any-return]
+        return self.second(h)
 
 
 @case(mixes_batch=True)
@@ -53,7 +53,7 @@ class InPlace(nn.Module):
         h[:, :6] += h[:, 6:]
         h.view(-1, 6).masked_fill_(h.view(-1, 6) > 2.0, 0.1)
         h[:, ::2] = torch.sigmoid(h[:, ::2])
-        return self.third(h)  # type: ignore[no-any-return]
+        return self.third(h)
 
 
 @case()
@@ -91,7 +91,7 @@ class MixedPrecision(nn.Module):
         with torch.autocast("cpu", torch.bfloat16):
             for block in self.blocks:
                 h = block(h)
-        return self.head(h.to(self.head.weight.dtype))  # type: ignore[no-any-return]
+        return self.head(h.to(self.head.weight.dtype))
 
 
 @case(fp32=2e-2)  # gradients of weights are summed over the batch in bfloat16, which carries three digits
@@ -123,7 +123,7 @@ class Dropping(nn.Module):
         q, k, v = (z.view(rows, length, 2, dim // 2).transpose(1, 2) for z in self.qkv(h).chunk(3, -1))
         mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True, dropout_p=self.rate if self.training else 0.0)
         h = h + F.dropout(self.out(mixed.transpose(1, 2).reshape(rows, length, dim)), self.rate, self.training)
-        return self.head(self.drop(self.block(h)))  # type: ignore[no-any-return]
+        return self.head(self.drop(self.block(h)))
 
 
 @case(random=True)

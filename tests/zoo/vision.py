@@ -31,7 +31,7 @@ class UNet(nn.Module):
         for up in self.up:
             skip = skips.pop()
             h = up(torch.cat([F.interpolate(h, size=skip.shape[-2:], mode="nearest"), skip], dim=1))
-        return self.out(h)  # type: ignore[no-any-return]
+        return self.out(h)
 
 
 @case()
@@ -85,7 +85,7 @@ class VisionTransformer(nn.Module):
         for attention, norm, block in zip(self.attention, self.norms, self.blocks, strict=True):
             z = norm(h)
             h = block(h + attention(z, z, z, need_weights=False)[0])
-        return self.head(h[:, 0])  # type: ignore[no-any-return]
+        return self.head(h[:, 0])
 
 
 @case()
