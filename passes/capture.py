@@ -8,8 +8,6 @@
  6. name inputs and outputs: ties merged, what is unused dropped
 """
 
-import contextlib
-import logging
 import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -18,45 +16,20 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, fx, nn
 from torch._guards import TracingContext, tracing
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.export.graph_signature import InputKind as ExportKind
-from torch.fx.experimental.symbolic_shapes import ShapeEnv
-from torch.nn.modules import module as module_file
 from torch.utils import _pytree as pytree
 from torch.utils._pytree import TreeSpec
 
 from partitioner.errors import CaptureError
 from partitioner.passes.functional import Functional, functionalize, sweep
 from partitioner.passes.functional_builder import first_value
-from partitioner.passes.graph import Graph, Input, InputKind, Output, OutputKind
+from partitioner.passes.graph import Graph, Input, InputKind, Output
 from partitioner.passes.objective import objective
 from partitioner.passes.refuse import PythonRandomness, check_model, explain, tripwires
 from partitioner.passes.refuse_state import Snapshot, judge
+from partitioner.passes.stage import Fakes, Root, Stopped, as_captured, device_of, stand_ins
 from partitioner.passes.tree import named_leaves, outputs_of
-
-
-class Fakes:
-    """Fake stand-ins in one mode; a tensor that occurs twice has one."""
-
-    def __init__(self, device: torch.device) -> None:
-        self.mode = FakeTensorMode(shape_env=ShapeEnv(tracked_fakes=[]), allow_non_fake_inputs=True, export=True)
-        self.device = device
-        self._known: dict[int, Tensor] = {}
-
-    def new(self, tensor: Tensor) -> Tensor:
-        device = self.device if tensor.device.type == "meta" else tensor.device
-        with self.mode:
-            fake = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=device)
-        return fake.requires_grad_(tensor.requires_grad)
-
-    def state(self, tensor: Tensor) -> Tensor:
-        """The stand-in of a parameter or buffer."""
-        if id(tensor) not in self._known:
-            fake = self.new(tensor)
-            if isinstance(tensor, nn.Parameter):
-                fake = nn.Parameter(fake.detach(), requires_grad=tensor.requires_grad)
-            self._known[id(tensor)] = fake
-        return self._known[id(tensor)]
 
 
 @dataclass
@@ -85,103 +58,6 @@ class _State:
         return state
 
 
-class _Root(nn.Module):
-    """What is exported: takes the tensor leaves of a call, returns the loss or the tensor leaves of the output."""
-
-    def __init__(self, model: nn.Module, criterion: Any, run: Callable[[nn.Module, list[Tensor]], tuple[Tensor, ...]]) -> None:
-        super().__init__()
-        self.model = model
-        if isinstance(criterion, nn.Module):
-            self.criterion = criterion
-        self.run = run
-
-    def forward(self, *tensors: Tensor) -> tuple[Tensor, ...]:
-        # A buffer that forward binds to a new tensor (self.ema = 0.9 * self.ema + …) is a write to the old one.
-        before = [(module, name, buffer) for module in self.model.modules() for name, buffer in module._buffers.items()]
-        with _without_registration_hooks():
-            results = self.run(self.model, list(tensors))
-        for module, name, old in before:
-            new = module._buffers.get(name)
-            if new is old:
-                continue
-            if old is None or new is None or new.shape != old.shape or new.dtype != old.dtype:
-                raise CaptureError(
-                    f"forward of {type(module).__qualname__} binds buffer {name} to a tensor of another shape or type; a buffer keeps both. "
-                    "Update it in place, or register it with its final shape."
-                )
-            with torch.no_grad():
-                old.copy_(new)
-            module._buffers[name] = old
-        return results
-
-
-@contextlib.contextmanager
-def _without_registration_hooks() -> Iterator[None]:
-    """torch.export's hook on buffer assignment only understands buffers of the root."""
-    hooks = dict(module_file._global_buffer_registration_hooks)
-    module_file._global_buffer_registration_hooks.clear()
-    try:
-        yield
-    finally:
-        module_file._global_buffer_registration_hooks.update(hooks)
-
-
-@contextlib.contextmanager
-def _stand_ins(modules: list[nn.Module], fakes: Fakes) -> Iterator[None]:
-    """Fake parameters and buffers in the modules' own registries."""
-    saved: list[tuple[dict[str, Any], dict[str, Any]]] = []
-    try:
-        for module in modules:
-            for registry in (module._parameters, module._buffers):
-                saved.append((registry, dict(registry)))
-                for name, tensor in registry.items():
-                    if tensor is not None:
-                        registry[name] = fakes.state(tensor)
-        yield
-    finally:
-        for registry, original in saved:
-            registry.clear()
-            registry.update(original)
-
-
-@contextlib.contextmanager
-def _as_captured(model: nn.Module, training: bool) -> Iterator[None]:
-    """Train or eval mode as asked, key-value caches off, gradients on, no ambient autocast, quiet; everything put back."""
-    modules = list(model.modules())
-    modes = [(module, module.training) for module in modules] if model.training != training else []
-    configs = {id(c): c for module in modules if getattr(c := module.__dict__.get("config"), "use_cache", None) is True}
-    loggers = [logging.getLogger(name) for name in ("torch.fx.experimental.symbolic_shapes", "torch.export", "torch._export", "torch._subclasses.fake_tensor")]
-    levels = [logger.level for logger in loggers]
-    generator = torch.get_rng_state()
-    try:
-        with contextlib.ExitStack() as stack:
-            if modes:
-                model.train(training)
-            for config in configs.values():
-                config.use_cache = False
-            for logger in loggers:
-                logger.setLevel(logging.CRITICAL)
-            stack.enter_context(torch.inference_mode(False))
-            stack.enter_context(torch.enable_grad())
-            for device_type in ("cpu", "cuda"):
-                if torch.is_autocast_enabled(device_type):
-                    stack.enter_context(torch.autocast(device_type, enabled=False))
-            yield
-    finally:
-        for module, mode in modes:
-            module.training = mode
-        for config in configs.values():
-            config.use_cache = True
-        for logger, level in zip(loggers, levels, strict=True):
-            logger.setLevel(level)
-        torch.set_rng_state(generator)
-
-
-def _device_of(model: nn.Module, leaves: list[tuple[str, Any]]) -> torch.device:
-    tensors = [*model.parameters(), *model.buffers(), *(leaf for _, leaf in leaves if isinstance(leaf, Tensor))]
-    return next((t.device for t in tensors if t.device.type != "meta"), torch.device("cpu"))
-
-
 def capture(
     model: nn.Module,
     args: tuple[Any, ...],
@@ -204,7 +80,7 @@ def capture(
     has_targets = has_targets and mode == "loss"
     check_model(model, has_targets)
     leaves, in_spec = named_leaves(tuple(args), dict(kwargs or {}), targets, has_targets)
-    fakes = Fakes(torch.device(device) if device is not None else _device_of(model, leaves))
+    fakes = Fakes(torch.device(device) if device is not None else device_of(model, leaves))
     state = _State.of(model)
     out: dict[str, Any] = {}
 
@@ -217,9 +93,9 @@ def capture(
         out["paths"] = [path for path, _ in results]
         return tuple(tensor for _, tensor in results)
 
-    root = _Root(model, loss, run)
+    root = Root(model, loss, run)
     inputs = tuple(fakes.new(leaf) for _, leaf in leaves if isinstance(leaf, Tensor))
-    with _as_captured(model, training):
+    with as_captured(model, training):
         exported = _export(root, model, inputs, fakes)
     graph_module = exported.graph_module
     labels = _label_inputs(exported, model, loss, state, [path for path, leaf in leaves if isinstance(leaf, Tensor)])
@@ -229,7 +105,7 @@ def capture(
     return _assemble(functional, results, outputs, labels, state, in_spec, out.get("spec"), literals, training)
 
 
-def _export(root: _Root, model: nn.Module, inputs: tuple[Tensor, ...], fakes: Fakes) -> Any:
+def _export(root: Root, model: nn.Module, inputs: tuple[Tensor, ...], fakes: Fakes) -> Any:
     """Trace with tripwires; judge what it did to Python's state."""
 
     def rehearse() -> None:
@@ -240,7 +116,7 @@ def _export(root: _Root, model: nn.Module, inputs: tuple[Tensor, ...], fakes: Fa
     modules = list(root.modules())
     snapshot = Snapshot(model)  # before the stand-ins, so that restoring it never brings one back
     try:
-        with _stand_ins(modules, fakes), tripwires():
+        with stand_ins(modules, fakes), tripwires():
             before, randomness = Snapshot(model), PythonRandomness()
             with warnings.catch_warnings(), tracing(TracingContext(fakes.mode)):
                 warnings.simplefilter("ignore")
@@ -248,6 +124,8 @@ def _export(root: _Root, model: nn.Module, inputs: tuple[Tensor, ...], fakes: Fa
             randomness.refuse(rehearse)
             judge(model, before, rehearse)
             return exported
+    except Stopped as stopped:
+        raise explain(stopped.error, model) from stopped.error
     except CaptureError:
         raise
     except Exception as error:
@@ -380,7 +258,9 @@ def _check_write(label: _Label, source: str) -> None:
             f"Register it: self.register_buffer({label.name.split('.')[-1]!r}, tensor)."
         )
     if label.kind == "input":
-        warnings.warn(f"{source}: forward changes its input {label.name} in place; the captured program leaves the caller's tensor as it is.", stacklevel=4)
+        warnings.warn(
+            f"{source}: forward changes its input {label.name} in place; the captured program leaves the caller's tensor as it is.", stacklevel=4
+        )
 
 
 def _refuse_unknown_sizes(graph: fx.Graph) -> None:
@@ -394,6 +274,6 @@ def _refuse_unknown_sizes(graph: fx.Graph) -> None:
             unknown = isinstance(part, Tensor) and not all(isinstance(size, int) for size in part.shape)
             if unknown or isinstance(part, (torch.SymInt, torch.SymFloat, torch.SymBool)):
                 raise CaptureError(
-                    f"{node.meta.get('source', '')}: {node.target} gives a size or number that depends on the data. One graph must serve every batch: "
-                    "use a mask and torch.where instead of boolean indexing or nonzero, and keep numbers as tensors instead of .item()."
+                    f"{node.meta.get('source', '')}: {node.target} gives a size or number that depends on the data. One graph must serve every "
+                    "batch: use a mask and torch.where instead of boolean indexing or nonzero, and keep numbers as tensors instead of .item()."
                 )

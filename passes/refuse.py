@@ -58,7 +58,7 @@ def check_model(model: nn.Module, has_targets: bool) -> None:
             )
         if isinstance(module, nn.SyncBatchNorm):
             raise CaptureError(
-                f"{name} is a SyncBatchNorm, which communicates inside forward. Use the plain BatchNorm: its statistics are of the whole batch anyway."
+                f"{name} is a SyncBatchNorm, which communicates inside forward. Use the plain BatchNorm: its statistics are the whole batch's anyway."
             )
         for kind, tensors in (("parameter", module._parameters), ("buffer", module._buffers)):
             for key, tensor in tensors.items():
@@ -98,8 +98,8 @@ def _refuse_function(setup_context: Any) -> bool:
                 "or leave checkpointing to the planner (constraints={'checkpoint': 'full'})."
             )
         raise CaptureError(
-            f"{line}: {getattr(cls, '__qualname__', 'an autograd.Function')} is a custom autograd.Function; capture sees its forward only, so that its "
-            "backward would be lost. Write the forward so that autograd gives the gradient you want (x + (f(x) - x).detach() passes gradients "
+            f"{line}: {getattr(cls, '__qualname__', 'an autograd.Function')} is a custom autograd.Function; capture sees its forward only, so that "
+            "its backward would be lost. Write the forward so that autograd gives the gradient you want (x + (f(x) - x).detach() passes gradients "
             "straight through), or make it an operator with torch.library.custom_op and register_autograd."
         )
     return setup_context is not torch.autograd.function._SingleLevelFunction.setup_context
@@ -200,12 +200,13 @@ class PythonRandomness:
 
     def refuse(self, rehearse: Callable[[], object]) -> None:
         """Raise CaptureError if forward drew; `rehearse` runs it once more to see where."""
-        drew = [name for name, same in (("random", random.getstate() == self._python), ("numpy.random", self._equal(self._numpy, self._numpy_state()))) if not same]
+        drew = ["random"] if random.getstate() != self._python else []
+        drew += [] if self._equal(self._numpy, self._numpy_state()) else ["numpy.random"]
         self.restore()
         if not drew:
             return
         lines: list[str] = []
-        generators = [random._inst, getattr(getattr(sys.modules.get("numpy"), "random", None), "mtrand", None)]  # type: ignore[attr-defined]
+        generators = [random._inst, getattr(getattr(sys.modules.get("numpy"), "random", None), "mtrand", None)]
 
         def profile(frame: FrameType, event: str, arg: Any) -> None:
             if event != "c_call" or lines:
@@ -253,9 +254,10 @@ def explain(error: BaseException, model: nn.Module) -> CaptureError:
     place = f"{line}{', module ' + module if module else ''}" if line or module else "while tracing the model"
     first = str(error).strip().split("\n")[0]
     kinds = {type(one).__name__ for one in _chain(error)}
-    if kinds & {"GuardOnDataDependentSymNode", "DataDependentOutputException", "DynamicOutputShapeException"} or "data-dependent" in str(error).lower():
+    needs_data = {"GuardOnDataDependentSymNode", "DataDependentOutputException", "DynamicOutputShapeException"}
+    if kinds & needs_data or "data-dependent" in str(error).lower():
         return CaptureError(
-            f"{place}: Python needs a value that is known only when the data is (an if on a tensor, .item(), a size that depends on values): {first}. "
-            "One graph must serve every batch: choose with torch.where or a mask instead of if, keep numbers as tensors, and sizes fixed."
+            f"{place}: Python needs a value that is known only when the data is (an if on a tensor, .item(), a size that depends on values): "
+            f"{first}. One graph must serve every batch: choose with torch.where or a mask instead of if, keep numbers as tensors, and sizes fixed."
         )
     return CaptureError(f"{place}: the model cannot be captured: {type(error).__name__}: {first}")

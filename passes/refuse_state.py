@@ -8,7 +8,7 @@
 import contextlib
 import copy
 import warnings
-from collections import deque
+from collections import OrderedDict, defaultdict, deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from partitioner.errors import CaptureError
 
 _REGISTRIES = frozenset(("_parameters", "_buffers", "_modules"))
-_CONTAINERS = (list, dict, set, deque)
+_CONTAINERS = (list, dict, OrderedDict, defaultdict, set, deque)  # hooks live in ordered dicts
 _PLAIN = (bool, int, float, complex, str, bytes, type(None))
 
 
@@ -133,7 +133,7 @@ def _watch(pairs: set[tuple[int, str]]) -> Iterator[dict[tuple[int, str], str]]:
             first.setdefault((id(self), name), "write")
         set_attribute(self, name, value)
 
-    nn.Module.__getattribute__ = watched_get  # type: ignore[method-assign,assignment]
+    nn.Module.__getattribute__ = watched_get  # type: ignore[assignment]
     nn.Module.__setattr__ = watched_set  # type: ignore[method-assign,assignment]
     try:
         yield first

@@ -7,7 +7,7 @@ parameters, buffers, gradients, Python attributes, and the states of all random 
 import contextlib
 import random
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -36,7 +36,7 @@ def _preserved(model: nn.Module, training: bool) -> Iterator[dict[str, Tensor]]:
     modes = [(module, module.training) for module in model.modules()] if model.training != training else []
     numpy = sys.modules.get("numpy")
     states = (random.getstate(), numpy.random.get_state() if numpy else None)
-    devices = list(range(torch.cuda.device_count())) if torch.cuda.is_available() and torch.cuda.is_initialized() else []
+    devices = list(range(torch.cuda.device_count())) if torch.cuda.is_available() and torch.cuda.is_initialized() else []  # type: ignore[no-untyped-call]
     try:
         with torch.random.fork_rng(devices=devices), torch.inference_mode(False), torch.enable_grad():
             if modes:
@@ -96,7 +96,7 @@ def _run_eager(model: nn.Module, graph: Graph, call: dict[str, Any], loss: Calla
     return found
 
 
-def _run_graph(graph: Graph, parameters: dict[str, Tensor], buffers: dict[str, Tensor], leaves: dict[str, Any]) -> Results:
+def _run_graph(graph: Graph, parameters: Mapping[str, Tensor], buffers: dict[str, Tensor], leaves: dict[str, Any]) -> Results:
     values: list[Any] = []
     trained: dict[str, Tensor] = {}
     for given in graph.inputs:
@@ -149,7 +149,8 @@ def _differences(want: Results, have: Results, tolerance: float) -> list[str]:
         given = have.get(name)
         if expected is None or given is None:
             if (expected is None) != (given is None):
-                found.append((float("inf"), f"{name}: {'none' if expected is None else 'one'} in eager, {'none' if given is None else 'one'} captured"))
+                missing = "in eager but captured" if expected is None else "captured but in eager"
+                found.append((float("inf"), f"{name}: none {missing}"))
             continue
         if expected.shape != given.shape or expected.dtype != given.dtype:
             found.append((float("inf"), f"{name}: {tuple(expected.shape)} {expected.dtype} in eager, {tuple(given.shape)} {given.dtype} captured"))
@@ -203,7 +204,7 @@ def _compare(
     has_targets: bool,
     seed: int,
     want: Results,
-    parameters: dict[str, Tensor],
+    parameters: Mapping[str, Tensor],
     buffers: dict[str, Tensor],
     leaves: dict[str, Any],
     tolerance: float,
