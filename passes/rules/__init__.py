@@ -7,8 +7,8 @@
     backward_flops(node)       FLOPs of its gradients
 
 Reading order: describe.py (the contract), call.py, labels.py, language.py, registry.py, then the rules by idea: pointwise.py, contraction.py,
-views.py and pieces.py, reduction.py, norms.py, attention.py, losses.py, index.py, conv.py, rnn.py, factory.py; sums.py and loss_means.py
-hold the decompositions, sizes.py localise, flops.py the backward costs.
+einsum.py, reshaping.py, views.py, pieces.py, reduction.py, norms.py, attention.py, losses.py, index.py, conv.py, rnn.py, factory.py.
+sums.py and loss_means.py hold the decompositions, sizes.py localise, flops.py the backward costs.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -23,6 +23,7 @@ from partitioner.passes.rules import (
     attention,
     contraction,
     conv,
+    einsum,
     factory,
     index,
     loss_means,
@@ -44,7 +45,7 @@ from partitioner.passes.rules.sizes import localise
 __all__ = ["OpDims", "backward_flops", "decomposition", "describe", "describe_call", "localise", "tensor_arguments"]
 
 # Importing these files fills the tables of the registry.
-_RULE_FILES = (attention, contraction, conv, factory, index, loss_means, losses, norms, pieces, pointwise, reduction, rnn, sums, views)
+_FILES = (attention, contraction, conv, einsum, factory, index, loss_means, losses, norms, pieces, pointwise, reduction, rnn, sums, views)
 
 
 def _nodes(value: Any) -> Iterator[fx.Node]:

@@ -94,61 +94,10 @@ def matmul(call: Call) -> OpDims | None:
         return None
     labels = Labels()
     first, second, out, inner = _matmul_dims(labels, a, b)
-    # Vector factors run as dot and mv, which the flop counter does not count, unless the other factor is a batch of matrices that folds into mm.
-    counted = len(a) > 1 and len(b) > 1
+    # A vector on the right, or on the left of a batch, runs as dot or mv, which the flop counter does not count.
+    counted = len(b) > 1 and not (len(a) == 1 and len(b) > 2)
     flops = product(labels, 2, *out, *inner) if counted else ZERO
     return describe_by(call, labels, {"self": first, "other": second}, [out], linear_one=("self", "other"), flops=flops)
-
-
-@rule("einsum")
-def einsum(call: Call) -> OpDims | None:
-    """By its equation; a subscript repeated within one operand (a diagonal) is whole."""
-    operands = call.specs("tensors")
-    equation = str(call["equation"]).replace(" ", "")
-    left, arrow, right = equation.partition("->")
-    subscripts = left.split(",")
-    if len(subscripts) != len(operands):
-        return None
-    ellipses = [len(spec.shape) - len(letters.replace("...", "")) for letters, spec in zip(subscripts, operands, strict=True)]
-    most = max((count for count, letters in zip(ellipses, subscripts, strict=True) if "..." in letters), default=0)
-    runs = [f"~{position}" for position in range(most)]
-
-    def spelled(letters: str, count: int) -> list[str]:
-        before, dots, after = letters.partition("...")
-        return [*before, *(runs[most - count :] if dots else ()), *after]
-
-    if not arrow:
-        counts = left.replace("...", "").replace(",", "")
-        right = ("..." if "..." in left else "") + "".join(sorted(letter for letter in set(counts) if counts.count(letter) == 1))
-    names = [spelled(letters, count) for letters, count in zip(subscripts, ellipses, strict=True)]
-    out = spelled(right, most)
-    sizes: dict[str, int] = {}
-    for dims, spec in zip(names, operands, strict=True):
-        if len(dims) != len(spec.shape):
-            return None
-        for name, size in zip(dims, spec.shape, strict=True):
-            sizes[name] = max(size, sizes.get(name, 1)) if size else 0
-    labels = Labels()
-    made = {name: labels.new(size, whole=any(dims.count(name) > 1 for dims in names)) for name, size in sizes.items()}
-    listed = [[() if size == 1 else made[name] for name, size in zip(dims, spec.shape, strict=True)] for dims, spec in zip(names, operands, strict=True)]
-    return describe_by(
-        call, labels, {}, [[made[name] for name in out]], linear_one=("tensors",), flops=_einsum_flops(labels, names, sizes, made, out), listed={"tensors": listed}
-    )
-
-
-def _einsum_flops(labels: Labels, names: list[list[str]], sizes: dict[str, int], made: dict[str, Dim], out: list[str]) -> Any:
-    """Operands are joined two at a time from the left, each pair by one bmm; a label that only one of the pair has is summed before it."""
-    total: Any = ZERO
-    rest = [set(dims) for dims in names]
-    joined = rest[0]
-    for position in range(1, len(rest)):
-        later = set(out).union(*rest[position + 1 :])
-        other = rest[position]
-        both = joined & other
-        live = {name for name in joined | other if name in later or name in both}
-        total += product(labels, 2, *[made[name] for name in live])
-        joined = {name for name in live if name in later}
-    return total
 
 
 @rule("bilinear")

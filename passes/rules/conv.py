@@ -13,12 +13,12 @@ import torch
 from partitioner.passes.rules.call import Call
 from partitioner.passes.rules.describe import Dim, OpDims
 from partitioner.passes.rules.labels import Labels, describe_by, product
-from partitioner.passes.rules.registry import decomposer, rule
+from partitioner.passes.rules.registry import decomposer, rule, words
 
 aten = torch.ops.aten
 
-CONVOLUTIONS = (
-    "conv1d conv2d conv3d conv1d.padding conv2d.padding conv3d.padding conv_transpose1d conv_transpose2d.input conv_transpose3d.input convolution".split()
+CONVOLUTIONS = words(
+    "conv1d conv2d conv3d conv1d.padding conv2d.padding conv3d.padding conv_transpose1d conv_transpose2d.input conv_transpose3d.input convolution"
 )
 
 
@@ -72,17 +72,21 @@ def convolve_then_bias(call: Call) -> Callable[..., Any] | None:
         return None
     channel = (-1, *[1] * (len(call.shape("weight")) - 2))
     target = call.target
-    return lambda input, weight, bias=None, *rest, **options: aten.add.Tensor(target(input, weight, None, *rest, **options), aten.reshape.default(bias, channel))
+
+    def run(input: Any, weight: Any, bias: Any = None, *rest: Any, **options: Any) -> Any:
+        return aten.add.Tensor(target(input, weight, None, *rest, **options), aten.reshape.default(bias, channel))
+
+    return run
 
 
 _POOLS = "max_pool{n}d avg_pool{n}d adaptive_avg_pool{n}d adaptive_max_pool{n}d max_pool{n}d_with_indices"
-_POOLED = [name.format(n=n) for n in (1, 2, 3) for name in _POOLS.split()] + ["_adaptive_avg_pool2d", "_adaptive_avg_pool3d"]
+_POOLED = [_POOLS.format(n=n) for n in (1, 2, 3)]
 _SAMPLED = """upsample_nearest1d upsample_nearest2d upsample_nearest3d _upsample_nearest_exact1d _upsample_nearest_exact2d _upsample_nearest_exact3d
-    upsample_linear1d upsample_bilinear2d upsample_bicubic2d upsample_trilinear3d _upsample_bilinear2d_aa _upsample_bicubic2d_aa""".split()
+    upsample_linear1d upsample_bilinear2d upsample_bicubic2d upsample_trilinear3d _upsample_bilinear2d_aa _upsample_bicubic2d_aa"""
 _LINEAR = ("avg", "upsample")
 
 
-@rule(*_POOLED, *_SAMPLED, "max_unpool2d", "max_unpool3d")
+@rule(*_POOLED, _SAMPLED, "_adaptive_avg_pool2d _adaptive_avg_pool3d max_unpool2d max_unpool3d")
 def positions(call: Call) -> OpDims | None:
     """[n, c, positions…] (or [c, positions…]) -> [n, c, other positions…], each row and channel alone."""
     labels = Labels()

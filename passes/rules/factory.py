@@ -7,9 +7,8 @@ from partitioner.passes.rules.registry import rule
 
 
 @rule(
-    *"zeros ones full empty.memory_format rand.default randn.default randint.default randint.low new_zeros new_ones new_full new_empty".split(),
-    "scalar_tensor",
-    "partitioner::random",
+    "zeros ones full empty.memory_format rand.default randn.default randint.default randint.low new_zeros new_ones new_full new_empty",
+    "scalar_tensor partitioner::random",
 )
 def filled(call: Call) -> OpDims | None:
     """The tensor whose `new_…` is called lends only dtype and device."""
@@ -18,7 +17,7 @@ def filled(call: Call) -> OpDims | None:
     return describe_by(call, labels, inputs, [labels.of(call.out.shape)])
 
 
-@rule("zeros_like", "ones_like", "full_like", "empty_like", "rand_like.default", "randn_like.default", "randint_like.default", "randint_like.low_dtype")
+@rule("zeros_like ones_like full_like empty_like rand_like.default randn_like.default randint_like.default randint_like.low_dtype")
 def like(call: Call) -> OpDims | None:
     labels = Labels()
     mine = labels.of(call.shape("self"))
@@ -26,8 +25,8 @@ def like(call: Call) -> OpDims | None:
 
 
 @rule(
-    *"arange linspace.default logspace.default range eye tril_indices triu_indices randperm.default empty_strided new_empty_strided".split(),
-    *"hann_window hamming_window blackman_window bartlett_window kaiser_window fft_fftfreq fft_rfftfreq empty_permuted".split(),
+    "arange linspace.default logspace.default range eye tril_indices triu_indices randperm.default empty_strided new_empty_strided",
+    "hann_window hamming_window blackman_window bartlett_window kaiser_window fft_fftfreq fft_rfftfreq empty_permuted",
 )
 def positional(call: Call) -> OpDims | None:
     labels = Labels()

@@ -8,6 +8,7 @@ from partitioner.passes.rules.attention import attention_dims, attention_flops
 from partitioner.passes.rules.call import Call
 from partitioner.passes.rules.conv import CONVOLUTIONS, convolution_dims, is_transposed
 from partitioner.passes.rules.describe import OpDims
+from partitioner.passes.rules.einsum import steps
 from partitioner.passes.rules.labels import ZERO, product
 
 _CONVOLUTIONS = {f"aten::{name.split('.')[0]}" for name in CONVOLUTIONS}
@@ -35,7 +36,8 @@ def backward_flops_of(call: Call, dims: OpDims, needs: Sequence[bool] | None = N
     if name in _CONVOLUTIONS:
         return _convolution(call, dims, wanting)
     if name == "aten::einsum":
-        return dims.flops * sum(needs) if sum(needs) <= 2 and len(needs) == 2 else 2 * dims.flops * bool(sum(needs))
+        # Each pair's product costs once more for its right operand, and for the joint left one if any operand in it wants a gradient.
+        return sum((step * (int(needs[k + 1]) + int(any(needs[: k + 1]))) for k, step in enumerate(steps(call))), ZERO)
     factors = [place.name for place in call.places if place.name not in ("bias",) and not (name in _ADDED and place.name == "self")]
     return dims.flops * sum(factor in wanting for factor in factors)
 
@@ -53,7 +55,6 @@ def _convolution(call: Call, dims: OpDims, wanting: set[str]) -> sympy.Expr:
     if "weight" in wanting:
         # As the counter has it: the weight gradient is a convolution of x with the gradient (or, transposed, of the gradient with x),
         # with all pairs of channels even where groups pair fewer.
-        total += product(labels, 2, *out[: len(out) - rank - 1], inputs["input"][-rank - 1], out[-rank - 1], *weight[2:], *(inputs["input"] if is_transposed(call) else out)[-rank:])
+        positions = (inputs["input"] if is_transposed(call) else out)[-rank:]
+        total += product(labels, 2, *out[: len(out) - rank - 1], inputs["input"][-rank - 1], out[-rank - 1], *weight[2:], *positions)
     return total
-
-

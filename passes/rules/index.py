@@ -9,7 +9,7 @@ from partitioner.passes.rules.call import Call, Spec
 from partitioner.passes.rules.describe import Dim, OpDims
 from partitioner.passes.rules.labels import Labels, describe_by
 from partitioner.passes.rules.language import apply
-from partitioner.passes.rules.pointwise import broadcast
+from partitioner.passes.rules.pointwise import broadcast, broadcast_shape
 from partitioner.passes.rules.registry import rule, text
 
 
@@ -165,14 +165,14 @@ def index_put(call: Call) -> OpDims | None:
     for entry in listed:
         labels.keep(*entry)
     rest = [dim for position, dim in enumerate(mine) if position not in at]
-    longest = max(listed, key=len)
-    chosen = [next((entry[len(entry) - len(longest) + k] for entry in listed if len(entry) - len(longest) + k >= 0 and entry[len(entry) - len(longest) + k]), ()) for k in range(len(longest))]
+    chosen = dims(broadcast_shape([spec.shape for spec in specs]))
     full = [*rest[:front], *chosen, *rest[front:]]
     values = call.shape("values")
     if len(values) > len(full):
         return None
     given = [() if size == 1 else dim for size, dim in zip(values, full[len(full) - len(values) :], strict=True)]
-    return describe_by(call, labels, {"self": mine, "values": given}, [mine], linear=("self", "values") if call["accumulate"] else (), listed={"indices": listed})
+    adds = ("self", "values") if call["accumulate"] else ()
+    return describe_by(call, labels, {"self": mine, "values": given}, [mine], linear=adds, listed={"indices": listed})
 
 
 def _same(mask: tuple[int, ...], shape: tuple[int, ...]) -> bool:

@@ -4,6 +4,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from math import prod
 
 import sympy
+import torch
 
 from partitioner.passes.rules.call import Call, Spec
 from partitioner.passes.rules.describe import Dim, OpDims
@@ -51,7 +52,7 @@ class Labels:
 def describe_by(
     call: Call,
     labels: Labels,
-    inputs: Mapping[str, Sequence[Dim] | None | list[Sequence[Dim] | None]],
+    inputs: Mapping[str, Sequence[Dim] | None],
     outputs: Iterable[Sequence[Dim] | None],
     linear: Iterable[str] = (),
     linear_one: Iterable[str] = (),
@@ -71,7 +72,7 @@ def describe_by(
             position = seen.get(place.name, 0)
             seen[place.name] = position + 1
             dims = (listed or {})[place.name][position]
-        entry = None if dims is None else tuple(dims)  # type: ignore[arg-type]
+        entry = None if dims is None else tuple(dims)
         if not _fits(labels, entry, place.spec):
             return None
         entries.append(entry)
@@ -98,7 +99,7 @@ def _fits(labels: Labels, dims: Entry, spec: Spec | None) -> bool:
 
 def _positions(call: Call, names: Iterable[str]) -> tuple[int, ...]:
     wanted = set(names)
-    return tuple([position for position, place in enumerate(call.places) if place.name in wanted])
+    return tuple([position for position, place in enumerate(call.places) if place.name in wanted and place.spec.dtype != torch.bool])
 
 
 def product(labels: Labels, factor: int, *dims: Dim) -> sympy.Expr:

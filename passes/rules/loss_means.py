@@ -14,6 +14,7 @@ import torch
 
 from partitioner.passes.rules.call import Call
 from partitioner.passes.rules.losses import ELEMENTWISE, MEAN, SUM
+from partitioner.passes.rules.pointwise import broadcast_shape
 from partitioner.passes.rules.registry import decomposer
 from partitioner.passes.rules.sums import cast, wide
 
@@ -44,7 +45,7 @@ def constant_count(call: Call) -> Callable[..., Any] | None:
     name = str(call.target._schema.name).removeprefix("aten::")
     shapes = [place.spec.shape for place in call.places]
     if name in ELEMENTWISE:
-        count = prod(torch.broadcast_shapes(*shapes))
+        count = prod(broadcast_shape(shapes))
     elif len(shapes[0]) > 1:
         count = prod(shapes[0][:-1])
     else:

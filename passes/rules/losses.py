@@ -4,12 +4,12 @@ from partitioner.passes.rules.call import Call
 from partitioner.passes.rules.describe import Dim, OpDims
 from partitioner.passes.rules.labels import Labels, describe_by
 from partitioner.passes.rules.pointwise import broadcast
-from partitioner.passes.rules.registry import rule
+from partitioner.passes.rules.registry import rule, words
 
 NONE, MEAN, SUM = 0, 1, 2
 
-ELEMENTWISE = "mse_loss l1_loss smooth_l1_loss huber_loss binary_cross_entropy binary_cross_entropy_with_logits kl_div soft_margin_loss \
-    hinge_embedding_loss margin_ranking_loss poisson_nll_loss".split()
+ELEMENTWISE = words("""mse_loss l1_loss smooth_l1_loss huber_loss binary_cross_entropy binary_cross_entropy_with_logits kl_div soft_margin_loss
+    hinge_embedding_loss margin_ranking_loss poisson_nll_loss""")
 
 
 @rule(*ELEMENTWISE)

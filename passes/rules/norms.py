@@ -3,12 +3,17 @@
 Batch norm over a cut batch runs by its decomposition (sums over all ranks); the other norms never mix rows.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
 
 from partitioner.passes.rules.call import Call
 from partitioner.passes.rules.describe import Dim, OpDims
 from partitioner.passes.rules.labels import Labels, describe_by
-from partitioner.passes.rules.registry import rule
+from partitioner.passes.rules.registry import decomposer, rule, words
+
+aten = torch.ops.aten
 
 
 @rule("softmax.int", "log_softmax.int", "_softmax", "_log_softmax", "_safe_softmax", "special_softmax", "special_log_softmax")
@@ -46,17 +51,30 @@ def group_norm(call: Call) -> OpDims | None:
 
 @rule("instance_norm")
 def instance_norm(call: Call) -> OpDims | None:
-    """Each row and channel alone, by its own statistics or by the running ones. Running statistics that are updated mix the rows."""
+    """Each row and channel alone, but torch folds rows into channels and refuses to run without rows: they are whole, not so in the decomposition."""
     labels = Labels()
     shape = call.shape("input")
-    updates = call["use_input_stats"] and call["running_mean"] is not None
-    mine = labels.of(shape, whole=range(0 if updates else 2, len(shape)))
+    mine = labels.of(shape, whole=[position for position in range(len(shape)) if position != 1])
     inputs = {place.name: mine if place.name == "input" else [mine[1]] for place in call.places}
     return describe_by(call, labels, inputs, [mine])
 
 
-BATCH_NORMS = "batch_norm native_batch_norm _native_batch_norm_legit _native_batch_norm_legit_functional _native_batch_norm_legit_no_training \
-    _batch_norm_with_update_functional _batch_norm_no_update cudnn_batch_norm".split()
+@decomposer("instance_norm")
+def groups_of_one(call: Call) -> Callable[..., Any] | None:
+    """Instance norm is group norm with one channel a group, or batch norm by running statistics."""
+    channels, own, stored = call.shape("input")[1], call["use_input_stats"], call["running_mean"] is not None
+
+    def run(input: Any, weight: Any, bias: Any, mean: Any, var: Any, use_input_stats: bool, momentum: float, eps: float, cudnn: bool) -> Any:
+        if own:
+            return aten.group_norm.default(input, channels, weight, bias, eps, cudnn)
+        return aten.batch_norm.default(input, weight, bias, mean, var, False, momentum, eps, cudnn)
+
+    # Own statistics that also move stored ones are written out before rules see them.
+    return None if own and stored else run
+
+
+BATCH_NORMS = words("""batch_norm native_batch_norm _native_batch_norm_legit _native_batch_norm_legit_functional _native_batch_norm_legit_no_training
+    _batch_norm_with_update_functional _batch_norm_no_update cudnn_batch_norm""")
 
 _PASSES_STATISTICS = frozenset(("aten::_native_batch_norm_legit_functional", "aten::_batch_norm_with_update_functional"))
 
@@ -75,7 +93,7 @@ def batch_norm(call: Call) -> OpDims | None:
     labels = Labels()
     shape = call.shape("input")
     # A functional form in evaluation hands its running statistics through: results that no row adds to, which a cut row would make Partial.
-    mixes = uses_batch(call) or len(call.outputs) > 1 and call.target._schema.name in _PASSES_STATISTICS
+    mixes = uses_batch(call) or call.target._schema.name in _PASSES_STATISTICS
     mine = labels.of(shape, whole=[position for position in range(len(shape)) if mixes and position != 1])
     channel = mine[1]
     inputs = {place.name: mine if place.name == "input" else [channel] for place in call.places}

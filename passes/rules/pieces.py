@@ -126,10 +126,8 @@ def cat(call: Call) -> OpDims | None:
     legacy = [spec.shape == (0,) and rank != 1 for spec in specs]  # cat skips tensors of shape [0]
     if any(len(spec.shape) != rank for spec, skip in zip(specs, legacy, strict=True) if not skip):
         return None
-    if name == "aten::hstack":
-        at = 0 if rank == 1 else 1
-    else:
-        at = 0 if name.endswith("stack") else call.dim("dim", rank)
+    stacked = {"aten::hstack": min(rank - 1, 1), "aten::vstack": 0, "aten::row_stack": 0}
+    at = stacked[name] if name in stacked else call.dim("dim", rank)
     labels = Labels()
     sizes = [0 if skip else spec.shape[at] for spec, skip in zip(specs, legacy, strict=True)]
     out = labels.of(call.out.shape, whole=(at,))
@@ -152,7 +150,7 @@ def stack(call: Call) -> OpDims | None:
     return describe_by(call, labels, {}, [out], linear=("tensors",), listed={"tensors": [mine] * len(specs)})
 
 
-@rule("constant_pad_nd", "pad", "reflection_pad1d", "reflection_pad2d", "reflection_pad3d", "replication_pad1d", "replication_pad2d", "replication_pad3d", "_pad_circular")
+@rule("constant_pad_nd pad _pad_circular reflection_pad1d reflection_pad2d reflection_pad3d replication_pad1d replication_pad2d replication_pad3d")
 def pad(call: Call) -> OpDims | None:
     """Pairs (before, after) from the last dim backwards; dims that nothing is added to or taken from stay free."""
     labels = Labels()
@@ -160,7 +158,7 @@ def pad(call: Call) -> OpDims | None:
     amounts = call["pad"] if "pad" in call.values else call["padding"]
     touched = [len(shape) - 1 - position // 2 for position, amount in enumerate(amounts) if amount != 0]
     mine = labels.of(shape, whole=touched)
-    out = [labels.new(size, whole=True) if position in touched else dim for position, (size, dim) in enumerate(zip(call.out.shape, mine, strict=True))]
+    out = [labels.new(size, whole=True) if position in touched else mine[position] for position, size in enumerate(call.out.shape)]
     constant = call.get("mode", "constant") == "constant" and (call.get("value") or 0) != 0
     return describe_by(call, labels, {"self": mine}, [out], linear=() if constant else ("self",))
 

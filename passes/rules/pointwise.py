@@ -13,9 +13,9 @@ from torch._ops import OpOverload
 from partitioner.passes.rules.call import Call, Spec
 from partitioner.passes.rules.describe import Dim, OpDims
 from partitioner.passes.rules.labels import Labels, describe_by
-from partitioner.passes.rules.registry import RULES, rule
+from partitioner.passes.rules.registry import RULES, rule, words
 
-UNTAGGED = """
+UNTAGGED = words("""
     __and__ __or__ _to_copy absolute alpha_dropout arccos arccosh arcsin arcsinh arctan arctan2 arctanh bernoulli contiguous
     detach detach_copy lift lift_fresh lift_fresh_copy alias alias_copy clone divide dropout native_dropout fix floor_divide greater
     greater_equal hardswish isclose isreal less less_equal log_sigmoid masked_fill multiply negative not_equal nan_to_num rsub.Tensor
@@ -24,7 +24,7 @@ UNTAGGED = """
     isfinite isinf clip special_expit special_logit special_gammaln special_erf special_erfc special_expm1 special_log1p special_exp2
     special_xlogy special_digamma special_psi special_sinc logit mish selu celu silu gelu relu6 elu leaky_relu
      fill.Scalar _conj _neg_view ldexp float_power
-""".split()
+""")
 
 NOT_ELEMENTWISE = frozenset(("aten::equal", "aten::rrelu", "aten::rrelu_with_noise"))
 
@@ -37,23 +37,29 @@ JOINTLY = {
     "where": ("self", "other"),
     "lerp": ("self", "end"),
     "complex": ("real", "imag"),
-    **dict.fromkeys("neg negative positive clone contiguous alias detach lift_fresh_copy lift_fresh real imag conj resolve_conj rad2deg deg2rad".split(), ("self",)),
+    **dict.fromkeys(
+        words("neg negative positive clone contiguous alias detach lift_fresh_copy lift_fresh real imag conj resolve_conj rad2deg deg2rad"), ("self",)
+    ),
 }
 # Linear in each of these arguments alone.
 ALONE = {"mul": ("self", "other"), "multiply": ("self", "other"), "addcmul": (), "div": ("self",), "divide": ("self",), "true_divide": ("self",)}
 CASTS = frozenset(("to", "_to_copy", "_cast_Float", "_cast_Half", "_cast_Double"))
 
 
-def broadcast(labels: Labels, shapes: Iterable[tuple[int, ...]]) -> Callable[[tuple[int, ...]], list[Dim]]:
-    """Labels of the broadcast shape; the result turns each shape into its dims."""
+def broadcast_shape(shapes: Iterable[tuple[int, ...]]) -> tuple[int, ...]:
+    """The shape that all of these broadcast to."""
     shapes = list(shapes)
     rank = max((len(shape) for shape in shapes), default=0)
-    padded = [(1,) * (rank - len(shape)) + shape for shape in shapes]
-    sizes = [next((size for size in column if size != 1), 1) for column in zip(*padded, strict=True)]
-    made = labels.of(sizes)
+    columns = zip(*[(1,) * (rank - len(shape)) + shape for shape in shapes], strict=True)
+    return tuple([next((size for size in column if size != 1), 1) for column in columns])
+
+
+def broadcast(labels: Labels, shapes: Iterable[tuple[int, ...]]) -> Callable[[tuple[int, ...]], list[Dim]]:
+    """Labels of the broadcast shape; the result turns each shape into its dims."""
+    made = labels.of(broadcast_shape(shapes))
 
     def dims(shape: tuple[int, ...]) -> list[Dim]:
-        return [() if size == 1 else dim for size, dim in zip(shape, made[rank - len(shape) :], strict=True)]
+        return [() if size == 1 else dim for size, dim in zip(shape, made[len(made) - len(shape) :], strict=True)]
 
     return dims
 

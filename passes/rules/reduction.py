@@ -6,8 +6,6 @@ whole; means, variances, 2-norms, any and all have decompositions into sums.
 
 from collections.abc import Sequence
 
-import torch
-
 from partitioner.passes.rules.call import Call
 from partitioner.passes.rules.describe import Dim, OpDims
 from partitioner.passes.rules.labels import Labels, describe_by
@@ -49,9 +47,9 @@ def mean(call: Call) -> OpDims | None:
 
 
 @rule(
-    *"nanmean var std var_mean std_mean norm.Scalar norm.ScalarOpt_dim norm.ScalarOpt_dtype norm.ScalarOpt_dim_dtype linalg_vector_norm amax amin".split(),
-    *"argmax argmin any all prod logsumexp special_logsumexp max.default max.dim min.default min.dim median nanmedian mode kthvalue aminmax".split(),
-    *"_aminmax frobenius_norm.dim".split(),
+    "nanmean var std var_mean std_mean norm.Scalar norm.ScalarOpt_dim norm.ScalarOpt_dtype norm.ScalarOpt_dim_dtype linalg_vector_norm",
+    "argmax argmin any all prod logsumexp special_logsumexp max.default max.dim min.default min.dim amax amin median nanmedian mode kthvalue",
+    "aminmax _aminmax frobenius_norm.dim",
 )
 def whole_reduction(call: Call) -> OpDims | None:
     return _reduce(call, whole=True, linear=False)
@@ -167,7 +165,7 @@ _MATRIX = """linalg_inv linalg_inv_ex inverse linalg_cholesky linalg_cholesky_ex
     linalg_lu linalg_lu_factor linalg_svd svd qr linalg_matrix_rank.default"""
 
 
-@rule(*_MATRIX.split())
+@rule(_MATRIX)
 def matrices(call: Call) -> OpDims | None:
     """Dense linear algebra on the last two dims of every tensor; the dims before them are a batch."""
     labels = Labels()
@@ -179,7 +177,7 @@ def matrices(call: Call) -> OpDims | None:
     return describe_by(call, labels, inputs, outputs)
 
 
-@rule("fft_fft", "fft_ifft", "fft_rfft", "fft_irfft", "fft_hfft", "fft_ihfft", "fft_fft2", "fft_ifft2", "fft_rfft2", "fft_irfft2", "fft_fftn", "fft_ifftn", "fft_rfftn", "fft_irfftn")
+@rule("fft_fft fft_ifft fft_rfft fft_irfft fft_hfft fft_ihfft fft_fft2 fft_ifft2 fft_rfft2 fft_irfft2 fft_fftn fft_ifftn fft_rfftn fft_irfftn")
 def fourier(call: Call) -> OpDims | None:
     labels = Labels()
     shape = call.shape("self")
@@ -188,8 +186,9 @@ def fourier(call: Call) -> OpDims | None:
     else:
         gone = call.dims("dim", len(shape))
     mine = labels.of(shape, whole=gone)
-    out = [labels.new(size, whole=True) if position in gone else dim for position, (size, dim) in enumerate(zip(call.out.shape, mine, strict=True))]
-    return describe_by(call, labels, {"self": mine}, [out], linear=("self",) if call["self"].dtype in (torch.float32, torch.float64, torch.complex64, torch.complex128) else ())
+    out = [labels.new(size, whole=True) if position in gone else mine[position] for position, size in enumerate(call.out.shape)]
+    dtype = call["self"].dtype
+    return describe_by(call, labels, {"self": mine}, [out], linear=("self",) if dtype.is_floating_point or dtype.is_complex else ())
 
 
 @rule("fft_fftshift", "fft_ifftshift")

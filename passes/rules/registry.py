@@ -1,4 +1,7 @@
-"""Tables from ops to rules and to decompositions, by name: "linear" for every overload of aten.linear, "max.dim" for one, "ns::op" for other namespaces."""
+"""Tables from ops to rules and to decompositions, by name.
+
+"linear" is every overload of aten.linear, "max.dim" one overload, "namespace::op" an op that is not ATen's. Names may be listed in one string.
+"""
 
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -16,16 +19,21 @@ RULES: dict[str, Rule] = {}
 DECOMPOSERS: dict[str, Decomposer] = {}
 
 
-def _full(name: str) -> str:
-    return name if "::" in name else f"aten::{name}"
+def words(text: str) -> list[str]:
+    """The names in a list that is written as one string."""
+    return text.split()
+
+
+def _full(names: Iterable[str]) -> list[str]:
+    return [name if "::" in name else f"aten::{name}" for listed in names for name in words(listed)]
 
 
 def rule(*names: str) -> Callable[[Rule], Rule]:
     """Register a Python rule for ops."""
 
     def register(function: Rule) -> Rule:
-        for name in names:
-            RULES[_full(name)] = function
+        for name in _full(names):
+            RULES[name] = function
         return function
 
     return register
@@ -35,16 +43,16 @@ def text(names: str, pattern: str, linear: Iterable[str] = (), linear_one: Itera
     """Register a text rule for the ops named in a space-separated list."""
     parse(pattern)
     linear, linear_one = tuple(linear), tuple(linear_one)
-    for name in names.split():
-        RULES[_full(name)] = lambda call: apply(call, pattern, linear, linear_one, flops)
+    for name in _full((names,)):
+        RULES[name] = lambda call: apply(call, pattern, linear, linear_one, flops)
 
 
 def decomposer(*names: str) -> Callable[[Decomposer], Decomposer]:
     """Register a function that writes ops by finer ones."""
 
     def register(function: Decomposer) -> Decomposer:
-        for name in names:
-            DECOMPOSERS[_full(name)] = function
+        for name in _full(names):
+            DECOMPOSERS[name] = function
         return function
 
     return register

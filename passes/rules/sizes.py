@@ -104,7 +104,9 @@ def _shape_of(value: Any) -> tuple[int, ...]:
     return tuple(value.shape) if isinstance(value, torch.Tensor) else ()
 
 
-def localise(target: fx.Node | OpOverload, args: Sequence[Any], kwargs: dict[str, Any], local_shapes: Shapes) -> tuple[tuple[Any, ...], dict[str, Any]]:
+def localise(
+    target: fx.Node | OpOverload, args: Sequence[Any], kwargs: dict[str, Any], local_shapes: Shapes
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """The arguments of an op on a shard, where its results have these local shapes.
 
     `target` is the node (whose arguments then tell the captured shapes) or its overload. Arguments that are no sizes stay as they are;

@@ -143,7 +143,7 @@ def batch_norm(call: Call) -> Function | None:
     Results as the op's: (out, mean, 1/std, new running mean, new running variance) for the functional forms, the first only for batch_norm.
     Gradients flow through `out` alone.
     """
-    if not uses_batch(call) or call.get("running_mean") is not None and len(call.outputs) < 4:
+    if not uses_batch(call) or (call.get("running_mean") is not None and len(call.outputs) < 4):
         return None
     shape, have = call.shape("input"), call["input"].dtype
     dims = [position for position in range(len(shape)) if position != 1]

@@ -11,8 +11,8 @@ import torch
 from partitioner.passes.rules.call import Call
 from partitioner.passes.rules.describe import Dim, OpDims
 from partitioner.passes.rules.labels import Labels, describe_by
-from partitioner.passes.rules.reshaping import regroup
 from partitioner.passes.rules.registry import decomposer, rule
+from partitioner.passes.rules.reshaping import regroup
 
 aten = torch.ops.aten
 
@@ -21,7 +21,7 @@ def _unary(call: Call, labels: Labels, mine: Sequence[Dim], out: Sequence[Dim], 
     return describe_by(call, labels, {name: mine}, [out], linear=(name,))
 
 
-@rule("view.default", "reshape", "_unsafe_view", "_reshape_copy", "_reshape_alias", "view_copy.default", "flatten.using_ints", "unflatten.int", "ravel")
+@rule("view.default reshape _unsafe_view _reshape_copy view_copy.default flatten.using_ints unflatten.int ravel")
 def view(call: Call) -> OpDims | None:
     labels = Labels()
     return _unary(call, labels, *regroup(labels, call.shape("self"), call.out.shape))
@@ -60,7 +60,7 @@ def _move(rank: int, source: Any, destination: Any) -> list[int]:
     return [sources[destinations.index(d)] if d in destinations else next(rest) for d in range(rank)]
 
 
-@rule("permute", "permute_copy", "transpose.int", "transpose_copy.int", "swapaxes", "swapdims", "t", "t_copy", "numpy_T", "mT", "matrix_H", "mH", "adjoint", "movedim", "moveaxis")
+@rule("permute permute_copy transpose.int transpose_copy.int swapaxes swapdims t t_copy numpy_T mT matrix_H mH adjoint movedim moveaxis")
 def permute(call: Call) -> OpDims | None:
     labels = Labels()
     mine = labels.of(call.shape("self"))
