@@ -54,8 +54,8 @@ class IntegerProgram:
         if self._highs is not None:
             self._highs.changeRowBounds(row, lower, upper)
 
-    def minimise(self, objective: Mapping[int, float], *, start: Mapping[int, float] | None = None, seconds: float = INFINITY) -> Outcome:
-        """Minimise. `start` gives the integer variables values to begin from; after `seconds` the best point so far is returned."""
+    def minimise(self, objective: Mapping[int, float], *, seconds: float = INFINITY) -> Outcome:
+        """Minimise; after `seconds` of search the best point so far is returned."""
         columns = len(self._lower)
         if not columns:
             return Outcome((), 0.0, 0.0)
@@ -66,8 +66,6 @@ class IntegerProgram:
         highs.clearSolver()
         highs.changeColsCost(columns, np.arange(columns, dtype=np.int32), costs)
         highs.setOptionValue("time_limit", highs.getRunTime() + seconds)  # its clock runs on over several solves
-        if start is not None:
-            highs.setSolution(len(start), np.fromiter(start, dtype=np.int32), np.fromiter(start.values(), dtype=float))
         if highs.run() == highspy.HighsStatus.kError:
             highs.setOptionValue("threads", 0)  # HiGHS has one set of threads per process; somebody else's, of another size, is there already
             if highs.run() == highspy.HighsStatus.kError:
@@ -80,7 +78,8 @@ class IntegerProgram:
             if status == highspy.HighsModelStatus.kTimeLimit:
                 return Outcome(None, INFINITY, bound)
             raise ArithmeticError(f"HiGHS stopped with status {status.name}: the numbers of the programme are out of scale")
-        return Outcome(tuple(highs.getSolution().col_value), info.objective_function_value, bound)
+        values = np.asarray(highs.getSolution().col_value)
+        return Outcome(tuple(values.tolist()), float(costs @ values), bound)
 
     def _built(self) -> _Highs:
         if self._highs is not None:

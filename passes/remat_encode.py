@@ -8,7 +8,7 @@ from torch import fx
 
 from partitioner.passes.block import Bytes
 from partitioner.passes.collectives import collective_ops
-from partitioner.passes.differentiate import Joint, root
+from partitioner.passes.differentiate import Joint, after_tangents, root
 from partitioner.passes.remat_problem import RematProblem, Value
 from partitioner.passes.unify import is_number
 
@@ -18,14 +18,14 @@ def encode(joint: Joint, seconds: Callable[[fx.Node], float], free: frozenset[st
 
     seconds: of one op; asked for ops that allocate only (views and picked results cost nothing).
     free: names of placeholders that backward can read again (parameters, constants, the user's inputs); scalars always are.
-    keep: names of ops that must not be recomputed (see `draws` and `communications`); ops that torch marks as random never are.
+    keep: names of ops that must not be recomputed (see `draws` and `communications`); ops that torch itself makes random never are.
     rows: the row count at which bytes are counted, joint.rows by default.
     """
     rows = rows if rows is not None else joint.rows or 0
     placeholders = joint.placeholders
     tangents = set(placeholders[joint.reads :])
     scalars = {placeholders[index] for index in joint.scalars}
-    tied = _depends(joint.module.graph, tangents)
+    tied = after_tangents(joint.module.graph, joint.reads)
     early = _ancestors(joint.results[: joint.writes])
     values: list[Value] = []
     storage_bytes: dict[str, int] = {}
@@ -63,15 +63,6 @@ def communications(joint: Joint) -> frozenset[str]:
     return frozenset(node.name for node in joint.module.graph.nodes if node.target in collective_ops())
 
 
-def _depends(graph: fx.Graph, tangents: set[fx.Node]) -> set[fx.Node]:
-    """Everything computed from an incoming gradient."""
-    found: set[fx.Node] = set()
-    for node in graph.nodes:
-        if node.op == "call_function" and any(source in found or source in tangents for source in node.all_input_nodes):
-            found.add(node)
-    return found
-
-
 def _ancestors(nodes: list[fx.Node]) -> set[fx.Node]:
     """The nodes and everything they are computed from."""
     found: set[fx.Node] = set()
@@ -100,4 +91,11 @@ def _allocates(node: fx.Node) -> bool:
 
 
 def _random(node: fx.Node) -> bool:
-    return isinstance(node.target, torch._ops.OpOverload) and torch.Tag.nondeterministic_seeded in node.target.tags
+    """Whether torch marks the op as random and no argument switches that off (attention without dropout is marked too)."""
+    target = node.target
+    if not isinstance(target, torch._ops.OpOverload) or torch.Tag.nondeterministic_seeded not in target.tags:
+        return False
+    names = [argument.name for argument in target._schema.arguments]
+    given = {a.name: a.default_value for a in target._schema.arguments} | dict(zip(names, node.args, strict=False)) | dict(node.kwargs)
+    chance = next((given[name] for name in ("dropout_p", "dropout", "p") if name in given), None)
+    return not (chance == 0 or given.get("train") is False)

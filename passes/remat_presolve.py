@@ -3,9 +3,9 @@
 1. `_represent`: a value that costs nothing to make from free values is free; one that costs nothing to make from a single value, and lies in its
    storage or in none, is available exactly when that one is. Views, sizes and constants vanish.
 2. `_relevant`: what no needed value is made from is dropped.
-3. `_contract`: let v be unneeded and used by one value w alone. Whoever saves v may save w instead at no more bytes if w's storage is no larger and
-   serves nobody else: then neither is recomputed. So v is never saved, v is recomputed when w is, and the two become one. (If forward does not need w,
-   its other inputs must be made by forward anyway, or saving w might compute them twice.)
+3. `_contract`: let v be unneeded and used by one value w alone. Whoever saves v may save w instead at no more bytes if w's storage is no larger
+   and serves nobody else: then neither is recomputed. So v is never saved, v is recomputed when w is, and the two become one. (If forward does not
+   need w, its other inputs must be made by forward anyway, or saving w might compute them twice.)
 """
 
 from dataclasses import dataclass, field

@@ -1,7 +1,8 @@
-"""Which values may a block save for its backward, and what does a saved set cost? Numbers only; `remat_encode.py` fills them in from a joint graph."""
+"""Which values may a block save for its backward, and what does a saved set cost? Numbers only (remat_encode.py makes them)."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from math import fsum
 
 
 @dataclass(frozen=True)
@@ -86,6 +87,6 @@ def price(problem: RematProblem, saved: Iterable[str]) -> Point:
     for value in reversed(problem.values):
         if value.name in early:
             early.update(value.inputs)
-    seconds = sum(problem.by_name[name].seconds for name in recomputed if not problem.by_name[name].late or name in early)
+    seconds = fsum(problem.by_name[name].seconds for name in recomputed if not problem.by_name[name].late or name in early)
     used = frozenset(name for name in names if problem.by_name[name].storage in kept)
     return Point(used, sum(problem.storage_bytes[s] for s in kept if s is not None), seconds)

@@ -16,14 +16,15 @@ Values v with inputs I(v), seconds c_v and storage k(v); storages k of b_k bytes
 With x given, r and f are least solutions of difference constraints, hence whole numbers: only x needs branching. Where a late v matters at all
 f_v + r_v >= 1 (it is made at least once, in forward or in backward), so the objective counts what is computed more often than once.
 
-A point of the frontier for at most B bytes: minimise the seconds under sum_k b_k x_k <= B, then the bytes among those (`_Search.point`). The frontier is
-found from its two ends inwards. Two neighbouring points enclose a box of (bytes, seconds) in which every missing point lies; the query B = (bytes of the
-right end) - 1 either finds the right end's neighbour or proves the box empty. With a limit the largest box is halved in bytes first, so the points spread evenly;
-each of them is on the exact frontier all the same (the box method of Hamacher, Pedersen and Ruzika, 2007).
+A point of the frontier for at most B bytes: minimise the seconds under sum_k b_k x_k <= B, then the bytes among those (`_Search.point`). The
+frontier is found from its two ends inwards. Two neighbouring points enclose a box of (bytes, seconds) in which every missing point lies; the
+query B = (bytes of the right end) - 1 either finds the right end's neighbour or proves the box empty. With a limit the largest box is halved in
+bytes first, so the points spread evenly; each is on the exact frontier all the same (box method of Hamacher, Pedersen and Ruzika, 2007).
 
-Seconds are whole ticks of 1e-8 of what recomputing everything takes, bytes are exact integers.
+Seconds are rounded to whole ticks, a power of two of at most 1e-8 of what recomputing everything takes; bytes are exact integers.
 """
 
+import math
 from dataclasses import dataclass
 
 from partitioner.passes.integer_program import IntegerProgram
@@ -33,7 +34,7 @@ from partitioner.passes.remat_problem import Point, RematProblem, Value, price
 
 __all__ = ["Point", "RematProblem", "Value", "encode", "frontier", "price"]
 
-TICKS = 10**8
+TICKS = 10**8  # at least so many, and fewer than twice as many, in the sum of all seconds
 SIZE = 1e4  # what totals are scaled to
 
 
@@ -56,24 +57,37 @@ def frontier(problem: RematProblem, limit: int | None = None) -> tuple[Point, ..
         if box.right.bytes - box.above <= 1 or box.left.ticks - box.right.ticks <= 1:
             continue
         query = (box.above + box.right.bytes) // 2 if box.halve else box.right.bytes - 1
-        new = search.point(query, start=box.left)
+        new = search.point(query)
         if new.bytes > box.above and new.ticks < box.left.ticks:
             found[new.bytes] = new
             boxes.append(_Box(box.left, new, halve=box.halve, above=box.above))
             boxes.append(_Box(new, box.right, halve=box.halve, above=query))
         elif box.halve:
             boxes.append(_Box(box.left, box.right, halve=False, above=query))
-    return tuple(found[size].point for size in sorted(found))
+    return _strictly_better([found[size].point for size in sorted(found)])
+
+
+def _strictly_better(points: list[Point]) -> tuple[Point, ...]:
+    """Without points that were faster by rounding to ticks alone."""
+    kept: list[Point] = []
+    for point in points:
+        if not kept or point.recompute_seconds < kept[-1].recompute_seconds:
+            kept.append(point)
+    return tuple(kept)
+
+
+def _tick(total: float) -> float:
+    """The tick for a sum of seconds: a power of two, so that seconds that are whole numbers stay exact."""
+    return 2.0 ** math.floor(math.log2(total / TICKS)) if total > 0 else 1.0
 
 
 @dataclass(frozen=True)
 class _Found:
-    """A point with its exact coordinates (ticks up to the constant of `_seconds`) and the x, from which a search may start."""
+    """A point with its exact coordinates, the ticks up to the constant of `_seconds`."""
 
     point: Point
     bytes: int
     ticks: int
-    values: dict[int, float]
 
 
 class _Box:
@@ -95,9 +109,10 @@ class _Search:
         self._problem = problem
         reduced = reduce(problem)
         self._items, self._needed = reduced.items, reduced.needed
-        total = sum(item.seconds for item in self._items.values())
-        self._ticks = {name: round(item.seconds / total * TICKS) if total else 0 for name, item in self._items.items()}
-        self._late_ticks = {name: round(item.late_seconds / total * TICKS) if total else 0 for name, item in self._items.items()}
+        tick = _tick(sum(item.seconds for item in self._items.values()))
+        self._ticks = {name: round(item.seconds / tick) for name, item in self._items.items()}
+        self._late_ticks = {name: round(item.late_seconds / tick) for name, item in self._items.items()}
+        self._per_tick = SIZE / max(1, sum(self._ticks.values()))
         storages = dict.fromkeys(item.storage for item in self._items.values() if item.storage is not None)
         self._bytes = {storage: problem.storage_bytes[storage] for storage in storages}
         self._per_byte = SIZE / max(1, sum(self._bytes.values()))
@@ -111,21 +126,25 @@ class _Search:
         self._size_row = self._program.row(self._size)
         self._seconds_row = self._program.row(self._objective)
 
-    def point(self, at_most: int | None, *, start: _Found | None = None) -> _Found:
+    def point(self, at_most: int | None) -> _Found:
         """The fewest ticks within `at_most` bytes (None: any), and the fewest bytes for these ticks."""
-        first = self._at_most(at_most, None, self._objective, start)
-        return self._at_most(at_most, first.ticks, self._size, first)
+        first = self._at_most(at_most, None, self._objective)
+        if first is None:
+            raise ValueError(self._why_not())
+        return self._at_most(at_most, first.ticks, self._size) or first
 
     def least_bytes(self) -> _Found:
         """The fewest bytes, and the fewest ticks for these bytes."""
-        first = self._at_most(None, None, self._size, None)
-        return self._at_most(first.bytes, None, self._objective, first)
+        first = self._at_most(None, None, self._size)
+        if first is None:
+            raise ValueError(self._why_not())
+        return self._at_most(first.bytes, None, self._objective) or first
 
-    def _at_most(self, size: int | None, ticks: int | None, objective: dict[int, float], start: _Found | None) -> _Found:
-        """One query; a quarter byte or tick of slack on whole numbers admits nothing more and keeps clear of rounding."""
+    def _at_most(self, size: int | None, ticks: int | None, objective: dict[int, float]) -> _Found | None:
+        """One query, None if it has no answer; a quarter byte or tick of slack on whole numbers admits nothing more and keeps clear of rounding."""
         asked = size
         if ticks is not None:
-            self._program.bound_row(self._seconds_row, upper=(ticks + 0.25) / TICKS * SIZE)
+            self._program.bound_row(self._seconds_row, upper=(ticks + 0.25) * self._per_tick)
         else:
             self._program.bound_row(self._seconds_row)
         while True:
@@ -133,11 +152,9 @@ class _Search:
                 self._program.bound_row(self._size_row, upper=(asked + 0.25) * self._per_byte)
             else:
                 self._program.bound_row(self._size_row)
-            values = self._program.minimise(objective, start=start.values if start else None).values
+            values = self._program.minimise(objective).values
             if values is None:
-                if start is not None:  # the start is feasible in exact integers, the programme no longer is in floating point
-                    return start
-                raise ValueError(self._why_not())
+                return None
             found = self._decode({storage for storage, x in self._saved.items() if values[x] > 0.5})
             if size is None or asked is None or found.bytes <= size:
                 return found
@@ -160,8 +177,7 @@ class _Search:
                 early.add(item.name)
                 early.update(name for name in item.inputs if self._items[name].late)
         ticks = sum(self._ticks[name] for name in again) + sum(self._late_ticks[name] for name in early)
-        values = {x: float(storage in kept) for storage, x in self._saved.items()}
-        return _Found(price(self._problem, starts), sum(self._bytes[storage] for storage in kept), ticks, values)
+        return _Found(price(self._problem, starts), sum(self._bytes[storage] for storage in kept), ticks)
 
     def _add_variables(self) -> None:
         self._saved = {storage: self._program.binary() for storage in self._bytes}
@@ -196,10 +212,10 @@ class _Search:
 
     def _seconds(self) -> dict[int, float]:
         """The objective over r and f, scaled; it lacks the constant, the late work that is done once whatever is saved."""
-        objective = {self._again[name]: ticks / TICKS * SIZE for name, ticks in self._ticks.items()}
-        objective.update({early: self._late_ticks[name] / TICKS * SIZE for name, early in self._early.items()})
+        objective = {self._again[name]: ticks * self._per_tick for name, ticks in self._ticks.items()}
+        objective.update({early: self._late_ticks[name] * self._per_tick for name, early in self._early.items()})
         return objective
 
     def _why_not(self) -> str:
         never = [name for name, item in self._items.items() if item.storage is None and not item.recomputable]
-        return f"backward needs values that can neither be saved nor recomputed: they are made from {never}, which are no tensors and may not be made again"
+        return f"backward needs values that can neither be saved nor recomputed: they are made from {never}, no tensors and not to be made again"

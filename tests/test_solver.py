@@ -46,7 +46,7 @@ def everything(problem: Problem) -> list[tuple[float, int]]:
     return found
 
 
-@settings(max_examples=500, deadline=None)
+@settings(max_examples=300, deadline=None)
 @given(problems)
 def test_equals_exhaustive_search(problem: Problem) -> None:
     every = everything(problem)
@@ -74,7 +74,7 @@ def test_descending_tail_is_the_best_order(taken: list[Option]) -> None:
     assert peak(tuple(sorted(taken, key=lambda o: -o.tail_bytes))) == best
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(problems, st.integers(0, 20))
 def test_more_memory_is_never_slower(problem: Problem, more: int) -> None:
     least = least_memory(problem)
