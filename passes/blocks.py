@@ -49,6 +49,9 @@ def cut(graph: Graph) -> Blocks:
     units = [unit for unit in _sink(segment(order, weights) if order else [], inputs, weights) if unit.ops]
     flow = gradient_flow(graph)
     rows = next((n for n, i in inputs.items() if i.kind == "scalar" and i.name == "rows"), None)
+    if rows is None:  # blocks of a graph that never asks for the rows may still see them in the shapes of their reads
+        rows = fx.Graph().placeholder("rows")
+        inputs[rows] = Input("scalar", "rows")
     results = graph.results
     home = {op: at for at, unit in enumerate(units) for op in unit.ops}
     folded: dict[Any, tuple[str, list[_Draft]]] = {}
@@ -126,7 +129,7 @@ def _sink(units: list[Unit], inputs: dict[fx.Node, Input], weights: dict[fx.Node
 
 
 def _fold(
-    draft: _Draft, inputs: dict[fx.Node, Input], home: dict[fx.Node, int], flow: Flow, rows: fx.Node | None, results: set[fx.Node]
+    draft: _Draft, inputs: dict[fx.Node, Input], home: dict[fx.Node, int], flow: Flow, rows: fx.Node, results: set[fx.Node]
 ) -> tuple[Any, ...]:
     """Fill in what the block reads, writes, and takes and gives as gradients; return its structural key."""
     here, at = {op: k for k, op in enumerate(draft.unit.ops)}, draft.index
@@ -154,7 +157,7 @@ def _fold(
         ops.append((op.target, tuple([code(a) for a in args]), tuple([(k, code(v)) for k, v in op.kwargs.items()]) if op.kwargs else ()))
         if op in results or any(home.get(user, at) != at for user in op.users):
             draft.writes.append(op)
-    if rows is not None and rows not in reads and any("cut" in n.meta and n.meta["cut"] is not None for n in reads):
+    if rows not in reads and any("cut" in n.meta and n.meta["cut"] is not None for n in reads):
         reads[rows] = len(reads)
     back, ends, requires = flow.back, flow.ends, flow.requires
     draft.wants = tuple(n in requires and any(home[use] == at for use in back.get(n, ())) for n in reads)
