@@ -274,13 +274,22 @@ class Pool:
 
 
 def raise_first(failures: Sequence[Failure]) -> None:
-    """Raise the error of the rank that failed first; its own traceback is the cause."""
-    first = min(failures, key=lambda failure: failure.at)
-    others = [failure.rank for failure in sorted(failures, key=lambda failure: failure.at) if failure is not first]
-    told = RankFailure(f"rank {first.rank} failed first{f', then {others}' if others else ''}:\n{first.text}")
+    """Raise the error of the rank that failed first; its own traceback, and those of ranks that failed otherwise, are the cause."""
+    first, *others = sorted(failures, key=lambda failure: failure.at)
+    text = f"rank {first.rank} failed first{f', then {[failure.rank for failure in others]}' if others else ''}:\n{first.text}"
+    seen = {_last_line(first)}
+    for failure in others:
+        if _last_line(failure) not in seen:
+            seen.add(_last_line(failure))
+            text += f"\nrank {failure.rank} then failed otherwise:\n{failure.text}"
+    told = RankFailure(text)
     if first.error is None:
         raise told
     raise first.error from told
+
+
+def _last_line(failure: Failure) -> str:
+    return failure.text.rstrip().rsplit("\n", 1)[-1]
 
 
 _pool = Pool()
