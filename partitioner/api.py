@@ -108,7 +108,7 @@ def auto_parallelize(
         verify=verify,
     )
     expected = session.ranks
-    if expected > 1 and launched() == 1:
+    if expected > 1 and not launched():
         return _Unlaunched(model, session.plan(plan))  # type: ignore[return-value]
     ranks = join(expected)
     group = ranks.group

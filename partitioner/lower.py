@@ -73,7 +73,7 @@ def lower(
     kept = frozenset(
         unit_of[port.name].number
         for block, decision in zip(blocks.blocks, choice.decisions, strict=True)
-        if decision.keep_gathered
+        if decision.keep_gathered and mode == "step"  # between a forward and its backward another forward may come
         for port in block.reads
         if port.kind == "parameter"
     )

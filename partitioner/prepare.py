@@ -206,10 +206,6 @@ def _prologue(graph: Graph, rows: int) -> Prologue:
     for node, described in zip(nodes, graph.inputs, strict=True):
         node.meta["kind"] = described.kind
     ports = [Port(described.kind, described.name) for described in graph.inputs]
-    if Port("scalar", "rows") not in ports and any(node.meta.get("cut") is not None for node in nodes):
-        with graph.module.graph.inserting_after(nodes[-1]):
-            graph.module.graph.placeholder("rows")
-        ports.append(Port("scalar", "rows"))
     scalars = {index: port.name for index, port in enumerate(ports) if port.kind == "scalar"}
     cls = BlockClass("prologue", graph.module, (False,) * len(ports), (), scalars)
     ahead, _ = split(differentiate(cls, rows), ())

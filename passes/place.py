@@ -161,7 +161,7 @@ class _Placer:
         self.new.eliminate_dead_code()
         inputs = list(kept)
         for name in SCALARS:
-            if self.scalars[name].users:
+            if self.scalars[name].users or name == "rows" and any(cuts):
                 inputs.append(Input("scalar", name))
                 cuts.append(None)
             else:
@@ -421,6 +421,7 @@ def _hoist(graph: Graph, cuts: list[Cut | None]) -> tuple[Graph | None, Graph, l
         if node not in needed:
             needed.add(node)
             stack.extend(node.all_input_nodes)
+    needed.update(node for node, what in described.items() if what.name == "rows")
     early, env = fx.Graph(), {}
     early_inputs, early_cuts = [], []
     for node in graph.module.graph.nodes:

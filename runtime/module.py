@@ -36,6 +36,8 @@ class ModuleStore(Store, Protocol):
 
     def mark_stale(self) -> None: ...
 
+    def held(self) -> list[Tensor]: ...
+
     def full_state(self) -> dict[str, Any]: ...
 
     def load_full_state(self, state: Mapping[str, Any]) -> None: ...
@@ -180,7 +182,7 @@ class ParallelModule(nn.Module):
         return executor
 
     def _resident(self) -> Iterable[Tensor]:
-        yield from self._user.parameters()
+        yield from self._store.held()
         yield from self._user.buffers()
         for executor in self._executors.values():
             yield from executor.program.constants.values()
