@@ -83,6 +83,8 @@ def differentiate(cls: BlockClass, rows: int | None) -> Joint:
     """
     names = set(cls.scalars.values())
     at = max(2, rows if rows is not None else 2) if "rows" in names else None
+    if at is not None:
+        _check_numbers(cls, at)
     first = record(cls, _reads(cls, at))
     second = record(cls, _reads(cls, at + 1)) if at is not None else None
     unifier = Unifier(cls.name, first, second, at, cls.scalars)
@@ -120,6 +122,23 @@ def _reads(cls: BlockClass, rows: int | None) -> list[Any]:
         else:
             reads.append(of_read(node, rows))
     return reads
+
+
+def _check_numbers(cls: BlockClass, rows: int) -> None:
+    """Two recordings tell a size a*rows + b only if it is of this form: the integers that the class computes must be."""
+    numbers = [node for node in cls.module.graph.nodes if is_number(node)]
+    if not numbers:
+        return
+    found: list[dict[fx.Node, Any]] = []
+    for count in (rows, rows + 1, rows + 3):
+        env: dict[fx.Node, Any] = dict(zip((n for n in cls.module.graph.nodes if n.op == "placeholder"), _reads(cls, count), strict=True))
+        for node in numbers:
+            env[node] = node.target(*evaluate(list(node.args), env))  # type: ignore[operator]
+        found.append(env)
+    for node in numbers:
+        a, b, c = (env[node] for env in found)
+        if c - a != 3 * (b - a):
+            raise CaptureError(f"block {cls.name} uses a size that is {a}, {b} and {c} for {rows}, {rows + 1} and {rows + 3} rows: it is no a*rows + b")
 
 
 def _gradients(cls: BlockClass, first: Recording, unifier: Unifier) -> list[fx.Node]:

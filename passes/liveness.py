@@ -106,11 +106,11 @@ def footprint(graph: fx.Graph) -> Footprint:
     return Footprint(arguments, tuple(events), tuple(storage[n] for n in output.args[0]))  # type: ignore[union-attr, index]
 
 
-def peak(print_: Footprint, rows: int, argument_bytes: Callable[[int], int]) -> int:
+def peak(function: Footprint, rows: int, argument_bytes: Callable[[int], int]) -> int:
     """The most bytes the function's arguments and own storages take at once, if it holds the only references to its arguments."""
-    size = {at: argument_bytes(at) for at in range(print_.arguments)}
+    size = {at: argument_bytes(at) for at in range(function.arguments)}
     now = most = sum(size.values())
-    for kind, which, made in print_.events:
+    for kind, which, made in function.events:
         if kind == "make":
             assert made is not None
             size[which] = made.at(rows)

@@ -9,8 +9,16 @@ import torch
 from torch import Tensor, fx, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from partitioner.passes.block import BlockFunction, Blocks
+from partitioner.passes.batch import Batch, infer
+from partitioner.passes.block import BlockClass, BlockFunction, Blocks
+from partitioner.passes.blocks import cut
+from partitioner.passes.capture import capture
+from partitioner.passes.differentiate import Joint, differentiate
+from partitioner.passes.dims import analyse
+from partitioner.passes.emit import emit
 from partitioner.passes.graph import Graph, Input, Output
+from partitioner.passes.place import place
+from partitioner.passes.split import split
 
 
 class WithLoss(nn.Module):
@@ -140,3 +148,42 @@ class Tracker(TorchDispatchMode):
             if isinstance(one, Tensor):
                 self.track(one)
         return out
+
+
+def placed_blocks(module: nn.Module, args: tuple[Any, ...], loss: Callable[..., Any] | None = None) -> tuple[Blocks, int | None]:
+    """Captured, cut over the batch, and cut into blocks; also the rows of the whole batch."""
+    graph = capture(module, args, loss=loss)
+    dims = analyse(graph)
+
+    def mixing(batch: Batch) -> int:
+        placed = place(graph, dims, batch, "dp")
+        return len(placed.collectives) + len(placed.fallbacks)
+
+    batch = infer(graph, dims, mixing)
+    return cut(place(graph, dims, batch, "dp").graph), None if batch is None else batch.total
+
+
+def function_of(cls: BlockClass, joint: Joint, keep_all: bool) -> BlockFunction:
+    """The class with everything saved, or with its reads alone."""
+    kinds = {n.name: n.meta.get("kind") for n in cls.module.graph.nodes if n.op == "placeholder"}
+    saved = {name for name, kind in kinds.items() if kind == "value"}
+    if keep_all:
+        saved |= {name for name in joint.forward if isinstance(joint.nodes[name].meta["val"], Tensor)}
+    free = {name for name, kind in kinds.items() if kind != "value"}
+    ahead, back = split(joint, saved, free)
+    return emit(cls, ahead, back, cls.name)
+
+
+def functions_of(blocks: Blocks, rows: int | None, keep_all: bool = True) -> dict[str, BlockFunction]:
+    return {name: function_of(cls, differentiate(cls, rows), keep_all) for name, cls in blocks.classes.items()}
+
+
+def measured_peak(function: Callable[[list[object]], tuple[Tensor, ...]], arguments: list[Any]) -> tuple[tuple[Tensor, ...], int]:
+    """Run with the list holding the only references to its tensors; the peak counts them."""
+    with Tracker() as tracker:
+        for one in arguments:
+            if isinstance(one, Tensor):
+                tracker.track(one)
+        del one
+        results = function(arguments)
+    return results, tracker.peak
