@@ -7,8 +7,8 @@ With one chosen option per block i (in forward order, over all runs), base bytes
 
     minimise    T = sum_i c_i + sum_i d_i                     communication after compute               (_add_seconds)
          or     T = max(sum_i c_i, sum_i d_i)                 communication beside compute: `overlap`   (_add_seconds)
-    subject to  B + P + sum_{j<i}  s_j + f_i  <= C            forward of every block i                  (_add_run)
-                B + P + sum_{j<=i} s_j + b_i  <= C            backward of every block i                 (_add_run)
+    subject to  B + P + sum_{j<i}  s_j + f_i  <= C            forward of every block i                  (_add_segment)
+                B + P + sum_{j<=i} s_j + b_i  <= C            backward of every block i                 (_add_segment)
                 P = sum_i p_i                                                                           (_add_persistent)
 
 One order serves both constraints. Let t_o = max(f_o, s_o + b_o) and q_o = t_o - s_o = max(f_o - s_o, b_o) >= 0. The two constraints of block i
@@ -21,14 +21,14 @@ sorting never raises the peak. (Descending f_o or b_o alone would be wrong: a fo
 So a run needs only counts. Over its options in descending q, with n_o = how many blocks take o and u_o = whether any does, the last block of
 each option binds, and A_r the bytes saved by all earlier runs:
 
-    sum_o n_o = N_r,   n_o <= N_r u_o                                                                   (_add_run)
-    B + P + A_r + sum_{o'<=o} n_o' s_o' + q_min + (q_o - q_min) u_o  <=  Z <= C      for every o         (_add_run)
-    B + P + A_r + sum_o n_o t_o / N_r  <=  Z                                         (_add_run; implied for whole n, tighter for fractions)
-    A_{r+1} = A_r + sum_o n_o s_o                                                                       (_add_run)
+    sum_o n_o = N_r,   n_o <= N_r u_o                                                                   (_add_segment)
+    B + P + A_r + sum_{o'<=o} n_o' s_o' + q_min + (q_o - q_min) u_o  <=  Z <= C      for every o         (_add_segment)
+    B + P + A_r + sum_o n_o t_o / N_r  <=  Z                                         (_add_segment; implied for whole n, tighter for fractions)
+    A_{r+1} = A_r + sum_o n_o s_o                                                                       (_add_segment)
 
 Where u_o = 0 the second line asks for no more than the line of a used option does, for every tail is at least q_min. The programme's size does
 not depend on N_r. An option that is nowhere worse in (c + d, or c and d; p; s; t) replaces the other in place without raising any left side,
-so dominated options are removed first (undominated).
+so dominated options are removed first (undominated). Kinds of blocks that take turns are first counted as one run, a relaxation (solver_segments.py).
 
 T is minimised first, then the peak Z among the answers whose T is within 1e-9 of the least. The counts are checked in exact integers.
 """
@@ -40,10 +40,14 @@ from partitioner.errors import InfeasibleError
 from partitioner.solver_memory import Breakdown, breakdown, describe_bytes
 from partitioner.solver_problem import Choices, Option, Problem, Run
 from partitioner.solver_program import CountProgram
+from partitioner.solver_segments import Segment, mixed, neighbours
 
 __all__ = ["Breakdown", "Option", "Problem", "Run", "Solution", "breakdown", "least_memory", "seconds_of", "solve"]
 
 SAME = 1e-9  # relative difference of seconds below which two answers are equally fast
+CLOSE = 1e-5  # see solve
+FEW = 12  # segments that are searched apart at once
+CORRECTIONS = 8
 
 
 @dataclass(frozen=True)
@@ -70,35 +74,68 @@ def seconds_of(problem: Problem, choices: Choices) -> float:
     return max(compute, communication) if problem.overlap else compute + communication
 
 
-def solve(problem: Problem, *, seconds: float = 60.0) -> Solution:
+def solve(problem: Problem, *, seconds: float = 20.0) -> Solution:
     """The fastest choices that fit, ties broken towards the lower peak; deterministic unless the search is cut off.
 
-    After `seconds` of search the best answer so far is returned: it fits, and its `gap` says what is proven.
-    Raises InfeasibleError where nothing fits, ValueError where the problem's numbers make no sense.
+    After `seconds` of search the best answer so far is returned: it fits, and its `gap` says what is proven. Where kinds of blocks take turns along
+    a long chain, an answer within CLOSE of its bound is taken without further search. Raises InfeasibleError where nothing fits, ValueError where
+    the problem's numbers make no sense.
     """
     _check(problem)
-    program = CountProgram(problem)
-    fastest = program.fastest(seconds)
-    bound, choices = fastest.bound, fastest.choices
-    while choices is not None and not _fits(problem, choices):  # within HiGHS's tolerance but not in exact integers: ask for less
-        program.tighten(breakdown(problem, choices).peak_bytes - (problem.capacity_bytes or 0))
-        choices = program.fastest(seconds).choices
-    if choices is None:
+    apart, together = neighbours(problem), mixed(problem)
+    if apart == together or len(apart) <= FEW:
+        search = _Search(problem, apart, seconds)
+    else:
+        search = _Search(problem, together, seconds)
+        if not search.within(CLOSE):
+            search = _Search(problem, apart, seconds, search)
+    if search.choices is None:
         least = least_memory(problem, seconds=seconds)
         if not _fits(problem, least.choices):
             raise InfeasibleError(_why(problem, least.memory))
-        choices, bound = least.choices, min(bound, least.bound_seconds)
-    else:
-        lighter = program.lightest(seconds_of(problem, choices) * (1 + SAME), seconds / 4)
-        if lighter is not None and _better(problem, lighter, choices):
-            choices = lighter
-    return _solution(problem, choices, bound)
+        return _solution(problem, least.choices, min(search.bound, least.bound_seconds))
+    return _solution(problem, search.choices, search.bound)
 
 
-def least_memory(problem: Problem, *, seconds: float = 60.0) -> Solution:
-    """The choices with the least peak, whatever the capacity; among them the fastest. bound_seconds is that of the unlimited problem."""
+class _Search:
+    """The best choices found (None: none) and the proven bound, over given segments; may go on from an earlier search."""
+
+    def __init__(self, problem: Problem, segments: tuple[Segment, ...], seconds: float, before: "_Search | None" = None) -> None:
+        self._problem = problem
+        self.choices: Choices | None = before.choices if before else None
+        self.bound: float = before.bound if before else 0.0
+        program = CountProgram(problem, segments)
+        found = program.fastest(seconds)
+        self.bound = max(self.bound, found.bound)
+        for _ in range(CORRECTIONS):  # beyond the limit by rounding, or because kinds in turn cannot stand as the counts assume: ask for less
+            if found.choices is None or _fits(problem, found.choices):
+                break
+            program.tighten(breakdown(problem, found.choices).peak_bytes - (problem.capacity_bytes or 0))
+            found = program.fastest(seconds)
+        self._offer(found.choices)
+        if self.choices is not None:
+            self._offer(program.lightest(seconds_of(problem, self.choices) * (1 + SAME), seconds / 4))
+
+    def within(self, gap: float) -> bool:
+        return self.choices is not None and self.bound >= seconds_of(self._problem, self.choices) * (1 - gap)
+
+    def _offer(self, choices: Choices | None) -> None:
+        """Take what fits and is faster, or as fast and lower, by exact numbers."""
+        if choices is None or not _fits(self._problem, choices):
+            return
+        if self.choices is None:
+            self.choices = choices
+            return
+        new, old = seconds_of(self._problem, choices), seconds_of(self._problem, self.choices)
+        lower = breakdown(self._problem, choices).peak_bytes < breakdown(self._problem, self.choices).peak_bytes
+        if new < old * (1 - SAME) or (new <= old * (1 + 2 * SAME) and lower):
+            self.choices = choices
+
+
+def least_memory(problem: Problem, *, seconds: float = 20.0) -> Solution:
+    """The choices with the least peak, whatever the capacity; among them the fastest. bound_seconds is that of choices with this peak."""
     _check(problem)
-    program = CountProgram(problem, capacity=False)
+    program = CountProgram(problem, neighbours(problem), capacity=False)
     choices = program.lightest(None, seconds)
     if choices is None:
         raise ArithmeticError("the search found no choices although there is no limit")
@@ -119,12 +156,6 @@ def _solution(problem: Problem, choices: Choices, bound: float) -> Solution:
 
 def _fits(problem: Problem, choices: Choices) -> bool:
     return problem.capacity_bytes is None or breakdown(problem, choices).peak_bytes <= problem.capacity_bytes
-
-
-def _better(problem: Problem, lighter: Choices, choices: Choices) -> bool:
-    """No slower than ties allow, and a lower peak, both by exact numbers."""
-    fast = seconds_of(problem, lighter) <= seconds_of(problem, choices) * (1 + 2 * SAME)
-    return fast and breakdown(problem, lighter).peak_bytes < breakdown(problem, choices).peak_bytes
 
 
 def _check(problem: Problem) -> None:

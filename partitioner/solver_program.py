@@ -1,11 +1,13 @@
 """The integer programme of solver.py: scaled numbers in, counts out, counts back to an order of blocks."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import reduce
 from math import gcd, inf
 
 from partitioner.passes.integer_program import IntegerProgram, Outcome
-from partitioner.solver_problem import Choices, Problem, Run, undominated
+from partitioner.solver_problem import Choices, Option, Problem
+from partitioner.solver_segments import Segment, arrange
 
 SIZE = 1e4  # what the largest sums are scaled to
 
@@ -19,21 +21,19 @@ class Fastest:
 
 
 class CountProgram:
-    """Variables: n (counts), u (uses), A (saved by earlier runs), P (persistent), Z (peak), T (seconds); see solver.py for the rows."""
+    """Variables: n (counts), u (uses), A (saved by earlier segments), P (persistent), Z (peak), T (seconds); see solver.py for the rows."""
 
-    def __init__(self, problem: Problem, *, capacity: bool = True) -> None:
-        self._problem = problem
+    def __init__(self, problem: Problem, segments: Sequence[Segment], *, capacity: bool = True) -> None:
+        self._problem, self._segments = problem, segments
         self._program = IntegerProgram()
-        self._kept = [undominated(run, problem.overlap) if run.count else [] for run in problem.runs]
         self._capacity = problem.capacity_bytes if capacity else None
         self._choose_units()
         variable = self._program.variable
         self._persistent, self._peak, self._seconds = variable(), variable(), variable()
-        self._counts = [{o: variable(0, run.count, integer=True) for o in kept} for run, kept in zip(problem.runs, self._kept, strict=True)]
+        self._counts = [[{o: variable(0, kind.count, integer=True) for o in kind.kept} for kind in segment] for segment in segments]
         saved = variable(0.0, 0.0)
-        for run, counts in zip(problem.runs, self._counts, strict=True):
-            if run.count:
-                saved = self._add_run(run, counts, saved)
+        for segment, counts in zip(segments, self._counts, strict=True):
+            saved = self._add_segment(segment, counts, saved)
         self._add_persistent()
         self._add_seconds()
         self._peak_row = self._program.row({self._peak: 1.0}, upper=self._scaled_capacity())
@@ -63,14 +63,14 @@ class CountProgram:
 
     def _choose_units(self) -> None:
         """Units in which the largest sums are about SIZE: seconds by the fastest total, bytes by the room there is."""
-        runs = [(run.count, [run.options[o] for o in kept]) for run, kept in zip(self._problem.runs, self._kept, strict=True) if run.count]
-        times = [(count, [o.compute_seconds + o.communication_seconds for o in options]) for count, options in runs]
+        kinds = [(kind.count, [kind.options[o] for o in kind.kept]) for segment in self._segments for kind in segment]
+        times = [(count, [o.compute_seconds + o.communication_seconds for o in options]) for count, options in kinds]
         least, most = sum(count * min(t) for count, t in times), sum(count * max(t) for count, t in times)
         self._per_second = SIZE / (max(least, most / SIZE) or 1.0)
-        sizes = [size for _, options in runs for o in options for size in (o.persistent_bytes, o.saved_bytes, o.peak_bytes)]
+        sizes = [size for _, options in kinds for o in options for size in (o.persistent_bytes, o.saved_bytes, o.peak_bytes)]
         self._grain = reduce(gcd, sizes, 0) or 1
-        largest = max((o.peak_bytes for _, options in runs for o in options), default=0)
-        for count, options in runs:
+        largest = max((o.peak_bytes for _, options in kinds for o in options), default=0)
+        for count, options in kinds:
             largest += count * (max(o.persistent_bytes for o in options) + max(o.saved_bytes for o in options))
         room = largest if self._capacity is None else max(self._capacity - self._problem.base_bytes, 0)
         self._per_byte = SIZE / (max(min(room, largest), largest // 1000) or 1)
@@ -82,49 +82,60 @@ class CountProgram:
         room = self._capacity - self._problem.base_bytes
         return (room // self._grain + 0.25) * self._grain * self._per_byte
 
-    def _add_run(self, run: Run, counts: dict[int, int], before: int) -> int:
-        """The rows of one run; returns the variable of what it and all before it save."""
-        program, scale, options = self._program, self._per_byte, run.options
-        program.row({n: 1.0 for n in counts.values()}, lower=run.count, upper=run.count)
+    def _add_segment(self, segment: Segment, counts: list[dict[int, int]], before: int) -> int:
+        """The rows of one segment; returns the variable of what it and all before it save."""
+        program, scale = self._program, self._per_byte
+        for kind, numbers in zip(segment, counts, strict=True):
+            program.row({n: 1.0 for n in numbers.values()}, lower=kind.count, upper=kind.count)
+        takes: list[tuple[Option, int, int]] = [
+            (kind.options[o], n, kind.count) for kind, numbers in zip(segment, counts, strict=True) for o, n in numbers.items()
+        ]
+        takes.sort(key=lambda take: -take[0].tail_bytes)
+        total = sum(kind.count for kind in segment)
         held = {self._persistent: 1.0, before: 1.0, self._peak: -1.0}
-        program.row({**held, **{n: options[o].peak_bytes * scale / run.count for o, n in counts.items()}}, upper=0.0)
-        if run.count > 1:
-            least = min(options[o].tail_bytes for o in counts)
+        program.row({**held, **{n: option.peak_bytes * scale / total for option, n, _ in takes}}, upper=0.0)
+        if total > 1:
+            least = takes[-1][0].tail_bytes
             prefix: dict[int, float] = {}
-            for o, n in counts.items():
-                prefix[n] = options[o].saved_bytes * scale
-                row, extra = {**held, **prefix}, options[o].tail_bytes - least
-                if extra:
+            for option, n, count in takes:
+                prefix[n] = option.saved_bytes * scale
+                row, extra = {**held, **prefix}, option.tail_bytes - least
+                if extra and count > 1:
                     used = program.binary()
-                    program.row({n: 1.0, used: -float(run.count)}, upper=0.0)
+                    program.row({n: 1.0, used: -float(count)}, upper=0.0)
                     row[used] = extra * scale
+                elif extra:
+                    row[n] += extra * scale
                 program.row(row, upper=-least * scale)
         after = program.variable()
-        program.row({after: -1.0, before: 1.0, **{n: options[o].saved_bytes * scale for o, n in counts.items()}}, lower=0.0, upper=0.0)
+        program.row({after: -1.0, before: 1.0, **{n: option.saved_bytes * scale for option, n, _ in takes}}, lower=0.0, upper=0.0)
         return after
 
+    def _taken(self) -> list[tuple[int, Option]]:
+        """Every count's variable and what it counts."""
+        found = []
+        for segment, counts in zip(self._segments, self._counts, strict=True):
+            for kind, numbers in zip(segment, counts, strict=True):
+                found += [(n, kind.options[o]) for o, n in numbers.items()]
+        return found
+
     def _add_persistent(self) -> None:
-        row = {self._persistent: -1.0}
-        for run, counts in zip(self._problem.runs, self._counts, strict=True):
-            row.update({n: run.options[o].persistent_bytes * self._per_byte for o, n in counts.items()})
-        self._program.row(row, lower=0.0, upper=0.0)
+        row = {n: option.persistent_bytes * self._per_byte for n, option in self._taken()}
+        self._program.row({self._persistent: -1.0, **row}, lower=0.0, upper=0.0)
 
     def _add_seconds(self) -> None:
-        compute, communication = {self._seconds: -1.0}, {self._seconds: -1.0}
-        for run, counts in zip(self._problem.runs, self._counts, strict=True):
-            for o, n in counts.items():
-                compute[n] = run.options[o].compute_seconds * self._per_second
-                communication[n] = run.options[o].communication_seconds * self._per_second
+        compute = {n: option.compute_seconds * self._per_second for n, option in self._taken()}
+        communication = {n: option.communication_seconds * self._per_second for n, option in self._taken()}
         if self._problem.overlap:
-            self._program.row(compute, upper=0.0)
-            self._program.row(communication, upper=0.0)
+            self._program.row({self._seconds: -1.0, **compute}, upper=0.0)
+            self._program.row({self._seconds: -1.0, **communication}, upper=0.0)
         else:
-            both = {n: compute[n] + communication[n] for n in compute}
-            both[self._seconds] = -1.0
-            self._program.row(both, upper=0.0)
+            self._program.row({self._seconds: -1.0, **{n: compute[n] + communication[n] for n in compute}}, upper=0.0)
 
     def _decode(self, outcome: Outcome) -> Choices | None:
-        """Counts to blocks: a run's options in descending tail."""
-        if outcome.values is None:
+        """Counts to blocks."""
+        values = outcome.values
+        if values is None:
             return None
-        return tuple(tuple(o for o, n in counts.items() for _ in range(round(outcome.values[n]))) for counts in self._counts)
+        counts = [[[round(values[n]) for n in numbers.values()] for numbers in of_kinds] for of_kinds in self._counts]
+        return arrange(self._problem, self._segments, counts)

@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from partitioner import solver
 from partitioner.errors import InfeasibleError
 from partitioner.solver import Option, Problem, Run, breakdown, least_memory, seconds_of, solve
 from partitioner.solver_problem import undominated
@@ -28,6 +29,14 @@ capacities = st.none() | st.integers(0, 60)
 problems = st.builds(
     Problem, st.lists(runs, min_size=1, max_size=3).map(tuple), base_bytes=number, capacity_bytes=capacities, overlap=st.booleans()
 ).filter(lambda p: sum(run.count for run in p.runs) <= 6)
+
+
+@st.composite
+def in_turn(draw: st.DrawFn) -> Problem:
+    """Kinds of blocks that come again along the chain."""
+    kinds = draw(st.lists(st.lists(options, min_size=1, max_size=3).map(tuple), min_size=2, max_size=2))
+    chain = draw(st.lists(st.integers(0, 1), min_size=3, max_size=6))
+    return Problem(tuple(Run(1, kinds[k]) for k in chain), draw(number), draw(capacities), draw(st.booleans()))
 
 
 def everything(problem: Problem) -> list[tuple[float, int]]:
@@ -62,6 +71,40 @@ def test_equals_exhaustive_search(problem: Problem) -> None:
     assert breakdown(problem, solution.choices).peak_bytes == solution.peak_bytes
     assert [len(c) for c in solution.choices] == [run.count for run in problem.runs]
     assert solution.gap <= 1e-9 and solution.bound_seconds <= solution.seconds
+
+
+@pytest.mark.parametrize("few", [0, 12])
+def test_kinds_in_turn_equal_exhaustive_search(few: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(solver, "FEW", few)  # 0: first as if they could change places, then apart
+
+    @settings(max_examples=100, deadline=None)
+    @given(in_turn())
+    def check(problem: Problem) -> None:
+        every = everything(problem)
+        fitting = [(s, b) for s, b in every if problem.capacity_bytes is None or b <= problem.capacity_bytes]
+        if not fitting:
+            with pytest.raises(InfeasibleError):
+                solve(problem)
+            return
+        solution = solve(problem)
+        assert (solution.seconds, solution.peak_bytes) in fitting
+        assert solution.seconds == min(fitting)[0] and solution.gap <= 1e-5
+        if few:
+            assert solution.peak_bytes == min(fitting)[1]
+
+    check()
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_a_long_chain_of_kinds_in_turn(overlap: bool) -> None:
+    random = Random(3)
+    kinds = [like_a_block(random, 24, scale).options for scale in (0.4, 0.7)]
+    problem = Problem(tuple(Run(1, kind) for _ in range(40) for kind in kinds), 10**9, None, overlap)
+    least, most = least_memory(problem).peak_bytes, solve(problem).peak_bytes
+    start = time.process_time()
+    solution = solve(Problem(problem.runs, problem.base_bytes, (least + most) // 2, overlap))
+    assert time.process_time() - start < 5
+    assert solution.gap < 1e-4
 
 
 @settings(max_examples=200, deadline=None)
