@@ -11,8 +11,8 @@ from partitioner.passes.rules.registry import rule
 def attention_flops(labels: Labels, batch: list[Dim], l: Dim, s: Dim, e: Dim, v: Dim, forward: bool) -> sympy.Expr:  # noqa: E741
     """Forward: scores and their product with the values. Backward: scores again, then the gradients of scores, values, queries and keys
     (torch.utils.flop_counter, sdpa_flop_count and sdpa_backward_flop_count)."""
-    over_e = product(labels, 2, *batch, l, s, e)
-    over_v = product(labels, 2, *batch, l, s, v)
+    over_e = product(2, *batch, l, s, e)
+    over_v = product(2, *batch, l, s, v)
     return over_e + over_v if forward else 3 * over_e + 2 * over_v
 
 

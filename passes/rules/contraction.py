@@ -94,9 +94,9 @@ def matmul(call: Call) -> OpDims | None:
         return None
     labels = Labels()
     first, second, out, inner = _matmul_dims(labels, a, b)
-    # A vector on the right, or on the left of a batch, runs as dot or mv, which the flop counter does not count.
-    counted = len(b) > 1 and not (len(a) == 1 and len(b) > 2)
-    flops = product(labels, 2, *out, *inner) if counted else ZERO
+    # A vector on the right runs as dot or mv, which the flop counter does not count.
+    counted = len(b) > 1
+    flops = product(2, *out, *inner) if counted else ZERO
     return describe_by(call, labels, {"self": first, "other": second}, [out], linear_one=("self", "other"), flops=flops)
 
 
@@ -120,7 +120,7 @@ def tensordot(call: Call) -> OpDims | None:
             labels.keep(mine[a], theirs[b])
     gone_a, gone_b = {a % len(mine) for a, _ in sums}, {b % len(theirs) for _, b in sums}
     out = [dim for i, dim in enumerate(mine) if i not in gone_a] + [dim for i, dim in enumerate(theirs) if i not in gone_b]
-    flops = product(labels, 2, *out, *[mine[a] for a in gone_a])
+    flops = product(2, *out, *[mine[a] for a in gone_a])
     return describe_by(call, labels, {"self": mine, "other": theirs}, [out], linear_one=("self", "other"), flops=flops)
 
 

@@ -52,7 +52,7 @@ def convolution_flops(call: Call, labels: Labels, inputs: dict[str, list[Dim]], 
     rank = len(call.shape("weight")) - 2
     rows = out[: len(out) - rank - 1]
     positions = (inputs["input"] if is_transposed(call) else out)[-rank:]
-    return product(labels, 2, *rows, *inputs["weight"], *positions)
+    return product(2, *rows, *inputs["weight"], *positions)
 
 
 @rule(*CONVOLUTIONS)

@@ -65,7 +65,7 @@ def steps(call: Call) -> list[sympy.Expr]:
     for position in range(1, len(rest)):
         later = set(equation.result).union(*rest[position + 1 :])
         live = {name for name in joined | rest[position] if name in later or name in joined & rest[position]}
-        products.append(product(labels, 2, *[made[name] for name in live]))
+        products.append(product(2, *[made[name] for name in live]))
         joined = live & later
     return products
 

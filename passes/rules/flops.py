@@ -56,5 +56,5 @@ def _convolution(call: Call, dims: OpDims, wanting: set[str]) -> sympy.Expr:
         # As the counter has it: the weight gradient is a convolution of x with the gradient (or, transposed, of the gradient with x),
         # with all pairs of channels even where groups pair fewer.
         positions = (inputs["input"] if is_transposed(call) else out)[-rank:]
-        total += product(labels, 2, *out[: len(out) - rank - 1], inputs["input"][-rank - 1], out[-rank - 1], *weight[2:], *positions)
+        total += product(2, *out[: len(out) - rank - 1], inputs["input"][-rank - 1], out[-rank - 1], *weight[2:], *positions)
     return total

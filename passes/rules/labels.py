@@ -102,6 +102,6 @@ def _positions(call: Call, names: Iterable[str]) -> tuple[int, ...]:
     return tuple([position for position, place in enumerate(call.places) if place.name in wanted and place.spec.dtype != torch.bool])
 
 
-def product(labels: Labels, factor: int, *dims: Dim) -> sympy.Expr:
+def product(factor: int, *dims: Dim) -> sympy.Expr:
     """factor times the sizes of the dims, as symbols named like the labels (no assumptions, so `subs({"b": 8})` works by name)."""
     return sympy.Mul(sympy.Integer(factor), *[sympy.Symbol(label) for dim in dims for label in dim])

@@ -210,7 +210,7 @@ def _apply(
         factor, *names = flops.split()
         written_out = [f"{name[:-2]}{position}" for name in names if name.endswith("..") for position in range(longest[name[:-2]])]
         single = [name for name in names if not name.endswith("..")]
-        expression = product(labels, int(factor), *[made[name] for name in (*written_out, *single)])
+        expression = product(int(factor), *[made[name] for name in (*written_out, *single)])
     if expression is None:
         return describe_by(call, labels, inputs, outputs, linear, linear_one, listed=listed)
     return describe_by(call, labels, inputs, outputs, linear, linear_one, expression, listed)

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from partitioner.passes.rules.call import Call
-from partitioner.passes.rules.norms import BATCH_NORMS, uses_batch
+from partitioner.passes.rules.norms import uses_batch
 from partitioner.passes.rules.reduction import reduced_dims
 from partitioner.passes.rules.registry import decomposer
 
@@ -136,7 +136,7 @@ def truth(call: Call) -> Function | None:
     return run
 
 
-@decomposer(*(name for name in BATCH_NORMS if "no_" not in name and name != "cudnn_batch_norm"), "_native_batch_norm_legit.no_stats")
+@decomposer("batch_norm native_batch_norm _native_batch_norm_legit_functional _native_batch_norm_legit.no_stats")
 def batch_norm(call: Call) -> Function | None:
     """Training batch norm over the whole batch: mean and variance by sums over all dims but the channel.
 
@@ -150,7 +150,7 @@ def batch_norm(call: Call) -> Function | None:
     count = _count(call, dims, "input")
     channel = [shape[1], *[1] * (len(shape) - 2)]
     names = [argument.name for argument in call.target._schema.arguments]
-    single, reserve = len(call.outputs) == 1, "_batch_norm_with_update" in str(call.target._schema.name)
+    single = len(call.outputs) == 1
     unbiased = count / (count - 1) if count > 1 else float("nan")
 
     def moved(running: Any, now: Any, momentum: float) -> Any:
@@ -172,7 +172,7 @@ def batch_norm(call: Call) -> Function | None:
         if single:
             return out
         centre, variance, scale = (aten.squeeze.dims(aten.detach.default(value), dims) for value in (centre, variance, scale))
-        results = [out, centre, scale, *([aten.zeros.default([0], dtype=torch.uint8)] if reserve else [])]
+        results = [out, centre, scale]
         if given.get("running_mean") is not None:
             momentum = given["momentum"]
             results.append(moved(given["running_mean"], centre, momentum))
