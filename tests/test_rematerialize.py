@@ -17,6 +17,7 @@ from torch.utils.flop_counter import flop_registry
 
 from partitioner.passes.block import BlockClass
 from partitioner.passes.differentiate import Joint, differentiate, root
+from partitioner.passes.emit import emit
 from partitioner.passes.remat_encode import communications, draws
 from partitioner.passes.rematerialize import Point, RematProblem, Value, encode, frontier, price
 from partitioner.passes.split import split
@@ -265,3 +266,24 @@ def test_a_collective_that_is_kept_is_never_run_again() -> None:
     again = frontier(encode(joint, lambda node: 1.0, frozenset(), frozenset()))
     assert all(reduced in point.saved for point in kept)
     assert reduced not in again[0].saved and again[0].saved_bytes < kept[0].saved_bytes
+
+
+def test_a_mask_of_backwards_formula_is_saved_instead_of_its_float_input() -> None:
+    """The derivative of clamp needs x only for a mask: a quarter of the bytes, made by forward on backward's behalf."""
+    graph = fx.Graph()
+    x = graph.placeholder("x")
+    x.meta.update(val=torch.empty(8, 4), kind="value")
+    out = graph.call_function(aten.clamp.default, (x, -1.0, 1.0))
+    out.meta["val"] = torch.empty(8, 4)
+    graph.output((out,))
+    cls = BlockClass("clamp", fx.GraphModule(torch.nn.Module(), graph), (True,), (0,), {})
+    joint = differentiate(cls, None)
+    (point,) = frontier(encode(joint, lambda node: 1.0, frozenset(), frozenset()))
+    assert (point.saved_bytes, point.recompute_seconds) == (8 * 4, 0.0)
+    function = emit(cls, *split(joint, point.saved), "clamp")
+    assert function.backward is not None
+    leaf, tangent = torch.randn(8, 4, requires_grad=True), torch.randn(8, 4)
+    _, mask = function.forward([leaf.detach()])
+    (gradient,) = function.backward([mask, tangent])
+    leaf.clamp(-1.0, 1.0).backward(tangent)  # type: ignore[no-untyped-call]
+    assert torch.equal(gradient, leaf.grad)  # type: ignore[arg-type]
