@@ -8,7 +8,7 @@ from partitioner.passes.rules.labels import Labels, describe_by, product
 from partitioner.passes.rules.registry import rule
 
 
-def attention_flops(labels: Labels, batch: list[Dim], l: Dim, s: Dim, e: Dim, v: Dim, forward: bool) -> sympy.Expr:  # noqa: E741
+def attention_flops(batch: list[Dim], l: Dim, s: Dim, e: Dim, v: Dim, forward: bool) -> sympy.Expr:  # noqa: E741
     """Forward: scores and their product with the values. Backward: scores again, then the gradients of scores, values, queries and keys
     (torch.utils.flop_counter, sdpa_flop_count and sdpa_backward_flop_count)."""
     over_e = product(2, *batch, l, s, e)
@@ -59,4 +59,4 @@ def attention(call: Call) -> OpDims | None:
     if found is None:
         return None
     labels, inputs, out, (batch, l, s, e, v) = found  # noqa: E741
-    return describe_by(call, labels, inputs, [out], linear=("value",), flops=attention_flops(labels, batch, l, s, e, v, forward=True))
+    return describe_by(call, labels, inputs, [out], linear=("value",), flops=attention_flops(batch, l, s, e, v, forward=True))

@@ -47,7 +47,7 @@ def convolution_dims(call: Call) -> tuple[Labels, dict[str, list[Dim]], list[Dim
     return labels, inputs, [*row, outer, *labels.of(call.out.shape[-rank:], "p", whole=True)]
 
 
-def convolution_flops(call: Call, labels: Labels, inputs: dict[str, list[Dim]], out: list[Dim]) -> Any:
+def convolution_flops(call: Call, inputs: dict[str, list[Dim]], out: list[Dim]) -> Any:
     """2 · rows · kernel elements · positions (of the input when transposed, else of the result), as torch.utils.flop_counter."""
     rank = len(call.shape("weight")) - 2
     rows = out[: len(out) - rank - 1]
@@ -63,7 +63,7 @@ def convolution(call: Call) -> OpDims | None:
     labels, inputs, out = found
     linear = ("input", "bias") if call["bias"] is not None else ()
     alone = () if linear else ("input", "weight")
-    return describe_by(call, labels, inputs, [out], linear=linear, linear_one=alone, flops=convolution_flops(call, labels, inputs, out))
+    return describe_by(call, labels, inputs, [out], linear=linear, linear_one=alone, flops=convolution_flops(call, inputs, out))
 
 
 @decomposer(*CONVOLUTIONS)

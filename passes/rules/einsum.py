@@ -59,7 +59,7 @@ def steps(call: Call) -> list[sympy.Expr]:
     equation = read(call)
     if equation is None:
         return []
-    labels, made = _labels(equation)
+    _, made = _labels(equation)
     rest = [set(names) for names in equation.operands]
     joined, products = rest[0], []
     for position in range(1, len(rest)):

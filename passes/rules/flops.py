@@ -29,8 +29,8 @@ def backward_flops_of(call: Call, dims: OpDims, needs: Sequence[bool] | None = N
         found = attention_dims(call)
         if found is None or not wanting & {"query", "key", "value"}:
             return ZERO
-        labels, _, _, (batch, l, s, e, v) = found  # noqa: E741
-        return attention_flops(labels, batch, l, s, e, v, forward=False)
+        _, _, _, (batch, l, s, e, v) = found  # noqa: E741
+        return attention_flops(batch, l, s, e, v, forward=False)
     if dims.flops == 0:
         return ZERO
     if name in _CONVOLUTIONS:
@@ -46,7 +46,7 @@ def _convolution(call: Call, dims: OpDims, wanting: set[str]) -> sympy.Expr:
     found = convolution_dims(call)
     if found is None:
         return ZERO
-    labels, inputs, out = found
+    _, inputs, out = found
     weight = inputs["weight"]
     rank = len(weight) - 2
     total: sympy.Expr = ZERO
