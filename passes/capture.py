@@ -24,6 +24,7 @@ from torch.utils._pytree import TreeSpec
 from partitioner.errors import CaptureError
 from partitioner.passes.functional import Functional, functionalize, sweep
 from partitioner.passes.functional_builder import first_value
+from partitioner.passes.functional_schema import source_of
 from partitioner.passes.graph import Graph, Input, InputKind, Output
 from partitioner.passes.objective import objective
 from partitioner.passes.refuse import PythonRandomness, check_model, explain, tripwires
@@ -32,11 +33,17 @@ from partitioner.passes.stage import Fakes, Root, Stopped, as_captured, device_o
 from partitioner.passes.tree import named_leaves, outputs_of
 
 
+def _place(tensor: Tensor) -> Any:
+    """Where a tensor lies in memory: torch lifts a tensor that it finds in a closure as an alias."""
+    return (tensor.untyped_storage()._cdata, tensor.storage_offset(), tensor.shape, tensor.stride())
+
+
 @dataclass
 class _State:
     """Names of the model's parameters and buffers; tensors listed under several names go by the first."""
 
     names: dict[int, str] = field(default_factory=dict)
+    places: dict[Any, str] = field(default_factory=dict)
     kinds: dict[str, InputKind] = field(default_factory=dict)
     requires_grad: dict[str, bool] = field(default_factory=dict)
     ties: dict[str, str] = field(default_factory=dict)
@@ -53,7 +60,7 @@ class _State:
                 if id(tensor) in state.names:
                     state.ties[name] = state.names[id(tensor)]
                 else:
-                    state.names[id(tensor)] = name
+                    state.names[id(tensor)] = state.places[_place(tensor)] = name
                     state.kinds[name], state.requires_grad[name] = kind, tensor.requires_grad
         return state
 
@@ -159,22 +166,34 @@ def _label_inputs(exported: Any, model: nn.Module, loss: Any, state: _State, pat
             labels[node] = _Label(state.kinds[name], name)
             continue
         tensor = own.get(target.removeprefix("criterion."), exported.constants.get(target))
-        labels[node] = _constant(target, tensor, state)
+        used = next((source_of(user) for user in node.users if source_of(user)), "forward")
+        labels[node] = _constant(target, tensor, state, used)
     return labels
 
 
-def _constant(target: str, tensor: Any, state: _State) -> _Label:
+def _constant(target: str, tensor: Any, state: _State, used: str) -> _Label:
     """A tensor that the code holds: a parameter or buffer reached by another way, or a constant."""
     name = target.removeprefix("model.")
-    if id(tensor) in state.names:
-        known = state.names[id(tensor)]
+    known = state.names.get(id(tensor)) or (state.places.get(_place(tensor)) if isinstance(tensor, Tensor) else None)
+    if known is not None:
         return _Label(state.kinds[known], known)
-    if not isinstance(tensor, Tensor) or isinstance(tensor, FakeTensor) or tensor.device.type == "meta":
-        raise CaptureError(f"forward uses {name}, which holds no data when training starts ({type(tensor).__qualname__}). Register it as a buffer.")
+    if isinstance(tensor, torch.Generator):
+        raise CaptureError(
+            f"{used}: draws from a torch.Generator of its own, whose state the captured program does not hold. Draw from the default generator."
+        )
+    if not isinstance(tensor, Tensor):
+        raise CaptureError(f"{used}: uses {name}, a {type(tensor).__qualname__}; a graph holds tensors only. Pass it as an input.")
+    if isinstance(tensor, FakeTensor):
+        raise CaptureError(
+            f"{used}: uses a tensor that tracing lost sight of, as it does inside torch.autograd.grad and where a tensor is taken apart outside of "
+            "torch ops. Write that part with torch ops on the tensors of forward."
+        )
+    if tensor.device.type == "meta":
+        raise CaptureError(f"{used}: uses {name}, a tensor on meta that is neither parameter nor buffer, so that nothing fills it. Register it.")
     if tensor.requires_grad:
         raise CaptureError(
-            f"forward or loss trains the tensor {name}, which is not a parameter of the model, so that no optimizer of its parameters would see it. "
-            "Make it an nn.Parameter of the model; put a loss with parameters inside the model."
+            f"{used}: forward or loss trains the tensor {name}, which is not a parameter of the model, so that no optimizer of its parameters would "
+            "see it. Make it an nn.Parameter of the model; put a loss with parameters inside the model."
         )
     return _Label("constant", name, tensor.detach())
 

@@ -100,8 +100,8 @@ class _Walk:
         elif target is torch._C._set_grad_enabled:
             self.builder.grad = bool(node.args[0])
         elif target is torch.amp.autocast_mode._enter_autocast:
-            device_type, dtype, enabled, cache = node.args
-            self.autocast.enter(device_type, dtype, bool(enabled), bool(cache))  # type: ignore[arg-type]
+            device_type, dtype, enabled, _ = node.args
+            self.autocast.enter(device_type, dtype, bool(enabled))  # type: ignore[arg-type]
         elif target is torch.amp.autocast_mode._exit_autocast:
             self.autocast.leave()
         elif not isinstance(target, OpOverload):
@@ -140,8 +140,8 @@ class _Walk:
         if name == "wrap_with_set_grad_enabled":
             self.builder.grad = bool(settings[0])
         else:
-            device_type, dtype, enabled, cache = settings
-            self.autocast.enter(device_type, dtype, bool(enabled), bool(cache))  # type: ignore[arg-type]
+            device_type, dtype, enabled, _ = settings
+            self.autocast.enter(device_type, dtype, bool(enabled))  # type: ignore[arg-type]
         try:
             self.many[node] = [("old", result) for result in self.body(body)]
         finally:

@@ -29,7 +29,6 @@ class Region:
     device_type: str
     dtype: torch.dtype
     enabled: bool
-    cache: bool
     number: int
 
 
@@ -42,15 +41,17 @@ class _Trace(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
+        if not any(isinstance(leaf, Tensor) for leaf in tree_leaves(result)):
+            return result  # a question about a tensor, such as prim.device
         self.calls.append((func, args, kwargs or {}, result))
         return result
 
     def shape(self) -> list[Any]:
-        """What was computed, casts left out."""
+        """What was computed, casts and views left out: a cast may as well stand before a view."""
         return [
             (call[0], [t.dtype for t in tree_leaves(call[3]) if isinstance(t, Tensor)])
             for call in self.calls
-            if call[0] not in (aten._to_copy.default, aten.detach.default)
+            if call[0] is not aten._to_copy.default and not any(r.alias_info for r in call[0]._schema.returns)
         ]
 
 
@@ -64,11 +65,12 @@ class Autocast:
         self._known: dict[Any, list[torch.dtype | None] | None] = {}
         self._outermost = 0
 
-    def enter(self, device_type: str, dtype: torch.dtype | None, enabled: bool, cache: bool) -> None:
+    def enter(self, device_type: str, dtype: torch.dtype | None, enabled: bool) -> None:
+        """Tracing switches the cache of casts off and so hides whether the user had; it is on unless somebody went out of his way."""
         if not self.regions:
             self._outermost += 1
         low = dtype if dtype is not None else torch.get_autocast_dtype(device_type)
-        self.regions.append(Region(device_type, low, enabled, cache, self._outermost))
+        self.regions.append(Region(device_type, low, enabled, self._outermost))
 
     def leave(self) -> None:
         self.regions.pop()
@@ -87,13 +89,14 @@ class Autocast:
                 return args, kwargs, self._written_out(node, region, args, kwargs, tensors)
             wanted = iter(casts)
             flat = [self._cast(region, leaf, next(wanted)) if any(leaf is t for t in tensors) else leaf for leaf in flat]
-            args, kwargs = torch.utils._pytree.tree_unflatten(flat, spec)
+            given, kwargs = torch.utils._pytree.tree_unflatten(flat, spec)
+            args = tuple(given)
         return args, kwargs, None
 
     def _cast(self, region: Region, node: fx.Node, dtype: torch.dtype | None) -> fx.Node:
         if dtype is None:
             return node
-        shared = region.cache and node.op == "placeholder" and first_value(node).requires_grad and first_value(node).dtype == torch.float32
+        shared = node.op == "placeholder" and first_value(node).requires_grad and first_value(node).dtype == torch.float32
         key = (region.number, node, dtype)
         if shared and key in self._shared:
             return self._shared[key]
@@ -164,6 +167,7 @@ class Autocast:
                     f"{source_of(node)}: {node.target} under autocast changes a tensor in place by {func}, which has no functional form here. "
                     "Take it out of the autocast region."
                 )
+            func = aten.reshape.default if func is aten.view.default else func
             made = self.builder.emit(func, *tree_map(as_node, tuple(inner)), **tree_map(as_node, dict(named)))
             if isinstance(out, Tensor):
                 known[id(out)] = made

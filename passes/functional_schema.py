@@ -77,7 +77,7 @@ def functional_twin(op: OpOverload) -> OpOverload | None:
 @functools.cache
 def _innermost_user_frame(trace: str) -> str:
     frames = _FRAME.findall(trace)
-    user = [f for f in frames if not f[0].startswith(_TORCH)] or frames
+    user = [f for f in frames if not f[0].startswith((_TORCH, "<"))] or frames
     return f"{os.path.basename(user[-1][0])}:{user[-1][1]} in {user[-1][2]}" if user else ""
 
 

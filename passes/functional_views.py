@@ -150,15 +150,15 @@ class Values:
         example = first_value(old)
         new = builder.expand(builder.cast(new, example.dtype), example.shape)
         root = self.root(old)
-        now = self.value(root)
+        carries = root.op != "placeholder" and builder.tracked(self.value(root))  # a written parameter is refused by name in any case
         chain, node = [(old, new)], old
         while (parent := self.parent(node)) is not None:
-            if builder.tracked(now) and node.target in _DETACHING:
+            if carries and node.target in _DETACHING:
                 _refuse_hidden_write(old, "through .detach() or .data")
             new = scatter(builder, node, self.resolve(node.args[0]), self.value(parent), new)  # type: ignore[arg-type]
             node = parent
             chain.append((node, new))
-        if not builder.grad and builder.tracked(now):
+        if carries and not builder.grad:
             _refuse_hidden_write(old, "under torch.no_grad()")
         self.versions[root] = self.versions.get(root, 0) + 1
         for node, value in chain:

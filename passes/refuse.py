@@ -28,6 +28,7 @@ _OURS = (
 )
 # Classes by which torch itself keeps an op's own backward; export leaves such an op whole.
 _KEPT_FUNCTIONS = ("torch._library", "torch._functorch", "torch._higher_order_ops", "torch._ops")
+_INHERITED = object()
 
 
 def _is_user(filename: str) -> bool:
@@ -129,6 +130,24 @@ def _gradient(original: Callable[..., Any]) -> Callable[..., Any]:
     return grad
 
 
+def _data(self: Tensor) -> Tensor:
+    """Tensor.data escapes the trace; as a detached alias it is traced."""
+    return self.detach()
+
+
+def _random_(original: Callable[..., Any]) -> Callable[..., Any]:
+    """random_(from, to) has an argument whose name no traced graph can hold; the same draw by randint can be."""
+
+    def random_(self: Tensor, *args: int, **kwargs: Any) -> Any:
+        if not args and "to" not in kwargs:
+            return original(self, *args, **kwargs)
+        low, high = (kwargs.get("from", 0), kwargs["to"]) if not args else (0, args[0]) if len(args) == 1 else args
+        drawn = torch.randint(low, high, self.shape, generator=kwargs.get("generator"), device=self.device)
+        return self.copy_(drawn)
+
+    return random_
+
+
 def _batch_norm_forward(original: Callable[..., Any]) -> Callable[..., Any]:
     """BatchNorm with momentum=None averages over all batches; eager reads the count from the device, the graph computes with it."""
 
@@ -162,19 +181,46 @@ def tripwires() -> Iterator[None]:
         (torch.Tensor, "register_hook", tensor_hook),
         (torch.Tensor, "register_post_accumulate_grad_hook", tensor_hook),
         (torch.Tensor, "backward", backward),
+        (torch.Tensor, "random_", _random_(torch.Tensor.random_)),
+        (torch.Tensor, "data", property(_data, torch.Tensor.data.__set__)),
         (torch.autograd, "backward", backward),
         (torch.autograd, "grad", _gradient(torch.autograd.grad)),
         (checkpoint_file, "_checkpoint_without_reentrant_generator", _plain_checkpoint),
         (norm, "forward", _batch_norm_forward(norm.forward)),
     ]
-    saved = [(owner, name, getattr(owner, name)) for owner, name, _ in patches]
+    saved = [(owner, name, owner.__dict__.get(name, _INHERITED)) for owner, name, _ in patches]
     try:
         for owner, name, patch in patches:
             setattr(owner, name, patch)
         yield
     finally:
         for owner, name, original in saved:
-            setattr(owner, name, original)
+            if original is _INHERITED:
+                delattr(owner, name)
+            else:
+                setattr(owner, name, original)
+
+
+@contextlib.contextmanager
+def _watched_numpy(lines: list[str]) -> Iterator[None]:
+    """Note the line that calls a function of numpy.random; a profiler does not see these, they are no Python and no plain C functions."""
+    module = getattr(sys.modules.get("numpy"), "random", None)
+    functions = {n: f for n, f in vars(module).items() if type(getattr(f, "__self__", None)).__name__ == "RandomState"} if module else {}
+
+    def watched(function: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            lines.append(user_line(sys._getframe(1)))
+            return function(*args, **kwargs)
+
+        return call
+
+    try:
+        for name, function in functions.items():
+            setattr(module, name, watched(function))
+        yield
+    finally:
+        for name, function in functions.items():
+            setattr(module, name, function)
 
 
 class PythonRandomness:
@@ -206,22 +252,20 @@ class PythonRandomness:
         if not drew:
             return
         lines: list[str] = []
-        generators = [random._inst, getattr(getattr(sys.modules.get("numpy"), "random", None), "mtrand", None)]
-
         def profile(frame: FrameType, event: str, arg: Any) -> None:
             if event != "c_call" or lines:
                 return
-            owner = getattr(arg, "__self__", None)
-            if any(owner is g for g in generators if g is not None) or type(owner).__name__ == "RandomState":
+            if getattr(arg, "__self__", None) is random._inst:  # type: ignore[attr-defined]
                 lines.append(user_line(frame))
 
         previous = sys.getprofile()
-        sys.setprofile(profile)
-        try:
-            rehearse()
-        finally:
-            sys.setprofile(previous)
-            self.restore()
+        with _watched_numpy(lines):
+            sys.setprofile(profile)
+            try:
+                rehearse()
+            finally:
+                sys.setprofile(previous)
+                self.restore()
         where = f"{lines[0]}: " if lines else ""
         raise CaptureError(
             f"{where}forward draws from {' and '.join(drew)}; capture would bake in one draw, the same at every step. "
