@@ -185,7 +185,7 @@ def _title(unit: Unit) -> str:
 def _class(name: str, members: Sequence[_Draft], inputs: dict[fx.Node, Input]) -> BlockClass:
     """Build the module of a class from its first member; paths that differ between members show N instead of the layer's index."""
     draft = members[0]
-    many = len({m.unit.label for m in members}) > 1
+    changing = _changing([m.unit.label for m in members])
     graph, env = fx.Graph(), {}
     scalars: dict[int, str] = {}
     for index, node in enumerate(draft.reads):
@@ -209,16 +209,19 @@ def _class(name: str, members: Sequence[_Draft], inputs: dict[fx.Node, Input]) -
             args = (*args[:_RANDOM_INDEX], draws)
             draws += 1
         new = env[op] = graph.call_function(op.target, fx.node.map_arg(args, inside), fx.node.map_arg(op.kwargs, inside))  # type: ignore[arg-type]
-        path = op.meta.get("module") or ""
-        new.meta.update(val=op.meta["val"], module=_pattern(path) if many else path, source=op.meta.get("source"))
+        path = ".".join("N" if at in changing else part for at, part in enumerate((op.meta.get("module") or "").split(".")))
+        new.meta.update(val=op.meta["val"], module=path, source=op.meta.get("source"))
         if op.meta.get("cut") is not None:
             new.meta["cut"] = op.meta["cut"]
     graph.output(tuple(env[n] for n in draft.writes))
     return BlockClass(name, fx.GraphModule(torch.nn.Module(), graph), draft.wants, draft.tangents, scalars)
 
 
-def _pattern(path: str) -> str:
-    return re.sub(r"(^|\.)\d+(?=\.|$)", r"\1N", path, count=1)
+def _changing(labels: Sequence[str]) -> set[int]:
+    """Positions of the paths' parts that differ between the members of a class and are indices."""
+    parts = [label.split(".") for label in labels]
+    first = parts[0]
+    return {at for at, part in enumerate(first) if part.isdigit() and any(at < len(other) and other[at] != part for other in parts)}
 
 
 def _read_name(node: fx.Node, described: Input | None, label: str) -> str:

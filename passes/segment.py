@@ -3,16 +3,18 @@
     1. label   every op belongs to a layer (a path that ends in an index, `model.layers.3`) or to no layer; equal neighbours form a unit
     2. attach  what stands between two layers of one list (residual adds) joins the layer before it, also behind the last layer
     3. group   layers of very few ops are grouped, in step with their period so that equal groups stay equal; other units are merged while small
-    4. divide  a unit of very many ops is cut at deeper indices, where it repeats itself, or where few bytes are live
+    4. divide  a unit of very many ops is cut at deeper indices, where it repeats itself, or where few bytes are live; a unit without its equal is cut
+               at deeper indices where it holds equal layers
 
 All steps are linear in the number of ops.
 """
 
 import operator
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cache
-from itertools import pairwise
+from itertools import groupby, pairwise
 from math import prod
 
 from torch import Tensor, fx
@@ -49,8 +51,8 @@ def segment(order: Sequence[fx.Node], weights: dict[fx.Node, int]) -> list[Unit]
     """Consecutive units that cover `order`; `weights` are the bytes of each parameter placeholder. A getitem stands right behind its op."""
     shape = _Signatures()
     share = sum(weights.values())
-    units = [piece for unit in _at_depth(order, 0, shape, weights, share) for piece in _divide(unit, 0, shape, weights, share)]
-    return _join_crumbs(units, shape, weights)
+    units = _divide(_at_depth(order, 0, shape, weights, share), 0, shape, weights, share)
+    return _join_crumbs(units, shape, weights, share)
 
 
 class _Signatures:
@@ -172,15 +174,38 @@ def _merge_loose(units: list[Unit], weights: dict[fx.Node, int], share: int) -> 
 
 def _merge_layers(units: list[Unit], shape: _Signatures, weights: dict[fx.Node, int], share: int) -> list[Unit]:
     """Layers of few ops: the longest periodic stretch in groups of whole periods, the rest one after the other."""
-    kinds = [shape.run(unit.ops) for unit in units]
-    first, last, period = _periodic(kinds)
-    if last - first < 2 * period or not period:
-        return _merge_each(units, 1, weights, share)
-    return [
-        *(_merge_each(units[:first], 1, weights, share) if first else []),
-        *_merge_each(units[first:last], period, weights, share),
-        *(_merge_each(units[last:], 1, weights, share) if last < len(units) else []),
-    ]
+    first, last, period = _periodic([shape.run(unit.ops) for unit in units])
+    if not period:
+        return _merge_each(units, weights, share)
+    head, tail = units[:first], units[last:]
+    groups = _merge_periods(units[first:last], period, weights, share)
+    return [*(_merge_each(head, weights, share) if head else []), *groups, *(_merge_each(tail, weights, share) if tail else [])]
+
+
+def _is_enough(units: Sequence[Unit], weights: dict[fx.Node, int], share: int) -> bool:
+    count = sum(len(u.ops) for u in units)
+    return count >= ENOUGH_OPS or (count >= FEW_OPS and _weight(units, weights) * 48 >= share)
+
+
+def _merge_periods(units: list[Unit], period: int, weights: dict[fx.Node, int], share: int) -> list[Unit]:
+    """Groups of equally many periods, as many as make the first one large enough."""
+    size = period
+    while size < len(units) and not _is_enough(units[:size], weights, share):
+        size += period
+    return [_joined(units[at : at + size]) for at in range(0, len(units), size)]
+
+
+def _merge_each(units: list[Unit], weights: dict[fx.Node, int], share: int) -> list[Unit]:
+    """Groups that grow until each is large enough; a last one that stays too small joins the one before."""
+    groups: list[list[Unit]] = [[]]
+    for unit in units:
+        if _is_enough(groups[-1], weights, share):
+            groups.append([])
+        groups[-1].append(unit)
+    if len(groups) > 1 and sum(len(u.ops) for u in groups[-1]) < FEW_OPS:
+        last = groups.pop()
+        groups[-1] += last
+    return [_joined(group) for group in groups]
 
 
 def _periodic(kinds: Sequence[int]) -> tuple[int, int, int]:
@@ -197,43 +222,32 @@ def _periodic(kinds: Sequence[int]) -> tuple[int, int, int]:
     return best
 
 
-def _merge_each(units: list[Unit], step: int, weights: dict[fx.Node, int], share: int) -> list[Unit]:
-    """Groups of as many steps as make the first one large enough; a last group that is too small joins the one before where nothing repeats."""
-    size = step
-    while size < len(units):
-        count = sum(len(u.ops) for u in units[:size])
-        if count >= ENOUGH_OPS or (count >= FEW_OPS and _weight(units[:size], weights) * 48 >= share):
-            break
-        size += step
-    groups: list[list[Unit]] = []
-    if step == 1 and len(units) > 1 and len({len(u.ops) for u in units}) > 1:  # no period: each group as large as it needs to be
-        for unit in units:
-            count = sum(len(u.ops) for u in groups[-1]) if groups else 0
-            if groups and not (count >= ENOUGH_OPS or (count >= FEW_OPS and _weight(groups[-1], weights) * 48 >= share)):
-                groups[-1].append(unit)
-            else:
-                groups.append([unit])
-        if len(groups) > 1 and sum(len(u.ops) for u in groups[-1]) < FEW_OPS:
-            groups[-2] += groups.pop()
-    else:
-        groups = [units[at : at + size] for at in range(0, len(units), size)]
-    return [_joined(group) for group in groups]
+def _divide(units: list[Unit], depth: int, shape: _Signatures, weights: dict[fx.Node, int], share: int) -> list[Unit]:
+    """Divide what is too large, what repeats itself, and what has no equal but holds equal layers (a stage of a convolutional network)."""
+    count = Counter(shape.run(unit.ops) for unit in units)
+    done: list[Unit] = []
+    for unit in units:
+        large = len(unit.ops) > MANY_OPS
+        pieces = _repeats(unit, shape) if large or unit.repeated else [unit]
+        if len(pieces) > 1:
+            done += _divide(pieces, depth, shape, weights, share)
+            continue
+        if large or (unit.family is not None and count[shape.run(unit.ops)] == 1):
+            pieces = _deeper(unit, depth, large, shape, weights, share)
+        if len(pieces) > 1:
+            done += _divide(pieces, depth + 1, shape, weights, share)
+        else:
+            done += _at_few_bytes(unit) if large else [unit]
+    return done
 
 
-def _divide(unit: Unit, depth: int, shape: _Signatures, weights: dict[fx.Node, int], share: int) -> list[Unit]:
-    if len(unit.ops) <= MANY_OPS and not unit.repeated:
+def _deeper(unit: Unit, depth: int, large: bool, shape: _Signatures, weights: dict[fx.Node, int], share: int) -> list[Unit]:
+    """Cut a unit at the next index of its paths: always where it is large, else only where this gives equal layers that are not small."""
+    if not any(_label(op.meta.get("module") or "", depth + 1)[1] is not None for op in unit.ops):
         return [unit]
-    pieces = _repeats(unit, shape)
-    if len(pieces) == 1 and len(unit.ops) > MANY_OPS:
-        deeper = any(_label(op.meta.get("module") or "", depth + 1)[1] is not None for op in unit.ops)
-        if deeper:
-            pieces = _at_depth(unit.ops, depth + 1, shape, weights, share)
-            depth += 1
-        if len(pieces) == 1:
-            return _at_few_bytes(unit)
-    if len(pieces) == 1:
-        return [unit]
-    return [part for piece in pieces for part in _divide(piece, depth, shape, weights, share)]
+    pieces = _at_depth(unit.ops, depth + 1, shape, weights, share)
+    kinds = Counter(shape.run(piece.ops) for piece in pieces if piece.family is not None and len(piece.ops) >= SMALL_LAYER)
+    return pieces if large or any(times > 1 for times in kinds.values()) else [unit]
 
 
 def _repeats(unit: Unit, shape: _Signatures) -> list[Unit]:
@@ -280,21 +294,22 @@ def _at_few_bytes(unit: Unit) -> list[Unit]:
     return [Unit(unit.label, unit.family, ops[a:b]) for a, b in pairwise(borders)]
 
 
-def _join_crumbs(units: list[Unit], shape: _Signatures, weights: dict[fx.Node, int]) -> list[Unit]:
-    """A run of a few ops without parameters joins the unit before it, or else the one behind, unless that would make equal units unequal."""
-    count: dict[int, int] = {}
-    for unit in units:
-        kind = shape.run(unit.ops)
-        count[kind] = count.get(kind, 0) + 1
+def _join_crumbs(units: list[Unit], shape: _Signatures, weights: dict[fx.Node, int], share: int) -> list[Unit]:
+    """Neighbours of a few ops each are grouped like small layers; one that stays alone joins a neighbour, unless that makes equal units unequal."""
+    joined: list[Unit] = []
+    for small, run in groupby(units, key=lambda u: len(u.ops) < FEW_OPS):
+        joined += _merge_layers(list(run), shape, weights, share) if small else run
+    count = Counter(shape.run(unit.ops) for unit in joined)
     done: list[Unit] = []
     held: list[fx.Node] = []
-    for at, unit in enumerate(units):
-        crumb = len(unit.ops) < FEW_OPS and unit.family is None and not _weight([unit], weights)
+    for at, unit in enumerate(joined):
+        kind = shape.run(unit.ops)
+        crumb = len(unit.ops) < FEW_OPS and count[kind] == 1
         unit.ops, held = held + unit.ops, []
-        if crumb and done and count.get(shape.run(done[-1].ops), 1) == 1:
-            done[-1].ops += unit.ops
-        elif crumb and at + 1 < len(units) and count[shape.run(units[at + 1].ops)] == 1:
+        if crumb and at + 1 < len(joined) and count[shape.run(joined[at + 1].ops)] == 1:
             held = unit.ops
+        elif crumb and done and count[shape.run(done[-1].ops)] <= 1:
+            done[-1].ops += unit.ops
         else:
             done.append(unit)
     return done
