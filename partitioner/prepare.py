@@ -8,14 +8,14 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
-from torch import fx
+from torch import Tensor, fx
 
 from partitioner.errors import BatchError, PlanError
 from partitioner.passes.batch import Batch, infer, told
 from partitioner.passes.block import BlockClass, BlockFunction, Blocks, Port
-from partitioner.passes.blocks import cut
+from partitioner.passes.blocks import cut as cut_blocks
 from partitioner.passes.differentiate import Joint, differentiate
-from partitioner.passes.dims import analyse
+from partitioner.passes.dims import Cut, analyse
 from partitioner.passes.emit import emit
 from partitioner.passes.graph import Graph
 from partitioner.passes.place import Placed, place, unplaced
@@ -27,6 +27,13 @@ from partitioner.runtime.program import Slice
 AXIS = "dp"
 FREE_KINDS = ("parameter", "buffer", "constant", "input", "prologue", "scalar")  # what backward may read again without its being saved
 Seconds = Callable[[fx.Node], float]
+
+
+def slice_of(name: str, cut: Cut | None, value: Tensor) -> Slice:
+    """A leaf of this global value, cut like that."""
+    if cut is None:
+        return Slice(name)
+    return Slice(name, cut.dim, cut.outer, cut.inner, before=value.shape[: cut.dim].numel())
 
 
 @dataclass(frozen=True)
@@ -60,15 +67,10 @@ class Prepared:
     def slices(self) -> tuple[Slice, ...]:
         """How every input leaf that some block reads is cut."""
         found: dict[str, Slice] = {}
-        graphs = [(self.placed.graph, self.placed.cuts)]
-        if self.placed.prologue is not None:
-            cuts = tuple(node.meta.get("cut") for node in self.placed.prologue.placeholders)
-            graphs.append((self.placed.prologue, cuts))
-        for graph, cuts in graphs:
-            for described, where in zip(graph.inputs, cuts, strict=True):
+        for graph in (self.placed.graph, self.placed.prologue):
+            for described, node in zip(graph.inputs, graph.placeholders, strict=True) if graph is not None else ():
                 if described.kind == "input":
-                    name = described.name
-                    found[name] = Slice(name) if where is None else Slice(name, where.dim, where.outer, where.inner)
+                    found[described.name] = slice_of(described.name, node.meta.get("cut"), node.meta["val"])
         return tuple(found.values())
 
     def joint(self, cls: str) -> Joint:
@@ -173,7 +175,7 @@ def prepare(graph: Graph, *, batch_dim: Any, ranks: int, in_time: bool, seconds:
     total = None if batch is None else batch.total
     rows = 1 if total is None else -(-total // ranks)
     prologue = None if placed.prologue is None else _prologue(placed.prologue, rows)
-    return Prepared(graph, placed, batch, cut(placed.graph), prologue, total, rows, ranks > 1, seconds)
+    return Prepared(graph, placed, batch, cut_blocks(placed.graph), prologue, total, rows, ranks > 1, seconds)
 
 
 def most_micro_batches(prepared: Prepared, ranks: int) -> int:

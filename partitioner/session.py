@@ -19,7 +19,7 @@ from partitioner.fingerprint import fingerprint
 from partitioner.lower import Choice, Decision, lower
 from partitioner.passes.capture import capture
 from partitioner.passes.graph import Graph
-from partitioner.passes.tree import named_leaves
+from partitioner.passes.tree import map_tensors, named_leaves
 from partitioner.passes.verify import verify as verify_capture
 from partitioner.plan import Plan
 from partitioner.planner import FRONTIER_POINTS, Shapes, Task, Verdict, communication, decide, sizes_of, trial
@@ -56,9 +56,11 @@ class Session:
             raise InputError(f"loss is a {type(loss).__name__}; pass a function of (output) or, with example_targets, of (output, targets)")
         if precision != "fp32":
             raise PartitionerError(f"precision={precision!r} is not available yet; write precision='fp32', or use torch.autocast inside the model's forward")
-        self.model, self.loss, self.targets, self.optimizer = model, loss, example_targets, optimizer
+        self.model, self.loss, self.optimizer = model, loss, optimizer
+        self.targets = map_tensors(Tensor.contiguous, example_targets)
         self.has_targets = example_targets is not None
-        self.args, self.kwargs = example_call(model, example_inputs, example_kwargs)
+        # inputs lie contiguously in every program, so in the capture as well
+        self.args, self.kwargs = map_tensors(Tensor.contiguous, example_call(model, example_inputs, example_kwargs))
         self.cluster = Cluster.parse(gpus)
         self.ranks = self.cluster.devices
         self.constraints = parse(constraints, self.ranks)
@@ -74,6 +76,7 @@ class Session:
         self._graphs: dict[Hashable, Graph] = {}
         self._prepared: dict[Hashable, Prepared] = {}
         self._choice: Choice | None = None
+        self._planned_for: Prepared | None = None
         self._planned: dict[str, tuple[Decision, float]] = {}  # block label -> its decision and the share of bytes that it saves
 
     def _batch_dims(self, given: Any) -> Any:
@@ -174,7 +177,7 @@ class Session:
             constraints=self.constraints,
         )
         verdict = decide(task) if given is None else self._follow(task, given)
-        self._choice = verdict.choice
+        self._choice, self._planned_for = verdict.choice, verdict.prepared
         for block, decision, point in zip(verdict.prepared.blocks.blocks, verdict.choice.decisions, verdict.points, strict=True):
             most = verdict.prepared.frontier(block.cls, FRONTIER_POINTS)[-1].saved_bytes
             self._planned.setdefault(block.label, (decision, point.saved_bytes / most if most else 1.0))
@@ -229,8 +232,8 @@ class Session:
         micro_batches = planned.micro_batches if request.mode == "step" else 1
         prepared = self._ready(request, micro_batches)
         micro_batches = min(micro_batches, most_micro_batches(prepared, self.ranks))
-        decisions = []
-        for block in prepared.blocks.blocks:
+        decisions = list(planned.decisions) if prepared is self._planned_for else []
+        for block in prepared.blocks.blocks if not decisions else ():
             decision, share = self._planned.get(block.label, (Decision(frozenset()), 1.0))
             decisions.append(Decision(prepared.nearest(block.cls, decision.saved, share, FRONTIER_POINTS), decision.keep_gathered))
         programs = lower(

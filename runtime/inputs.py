@@ -4,7 +4,8 @@ A cut dim has global size outer * total * inner and local size outer * rows * in
 
     dim:  | outer 0: row 0, row 1, … total-1 | outer 1: row 0, … |        each row is `inner` entries
 
-With outer == 1 the rows of a rank lie together and the slice is a view. Otherwise it is a copy, unless a row range is one single entry.
+Leaves are contiguous, and so is what is cut from them: where the rows of a rank lie together (nothing but sizes of 1 stands outside of them) the slice is a
+view, otherwise it is a copy.
 """
 
 from collections.abc import Mapping, Sequence
@@ -38,7 +39,7 @@ def narrow(leaf: Tensor, cut: Slice, start: int, rows: int, total: int | None) -
     if rows == total:
         return leaf
     if cut.outer == 1:
-        return leaf.narrow(cut.dim, start * cut.inner, rows * cut.inner)
+        return leaf.narrow(cut.dim, start * cut.inner, rows * cut.inner).contiguous()
     shape, dim = leaf.shape, cut.dim
     split = leaf.reshape(*shape[:dim], cut.outer, total, cut.inner, *shape[dim + 1 :])
     return split.narrow(dim + 1, start, rows).reshape(*shape[:dim], cut.outer * rows * cut.inner, *shape[dim + 1 :])
@@ -46,7 +47,7 @@ def narrow(leaf: Tensor, cut: Slice, start: int, rows: int, total: int | None) -
 
 def narrow_copies(cut: Slice, rows: int, total: int | None) -> bool:
     """Whether `narrow` has to copy (a contiguous leaf)."""
-    return cut.dim is not None and total is not None and cut.outer > 1 and 0 < rows < total and rows * cut.inner > 1
+    return cut.dim is not None and total is not None and cut.before * cut.outer > 1 and 0 < rows < total
 
 
 def join(pieces: Sequence[Tensor], cut: Slice, rows: Sequence[int], total: int, ranks: int, group: dist.ProcessGroup | None) -> Tensor:

@@ -162,7 +162,7 @@ class ParallelModule(nn.Module):
         if mode not in self._expected:
             self._expected[mode] = Expected.of(leaves)
         self._expected[mode].check(leaves)
-        return {path: leaf.to(self._device) if isinstance(leaf, Tensor) else leaf for path, leaf in leaves.items()}
+        return {path: leaf.to(self._device).contiguous() if isinstance(leaf, Tensor) else leaf for path, leaf in leaves.items()}
 
     def _executor(self, mode: Mode, leaves: Mapping[str, Any], grad: bool) -> Executor:
         # Part of the key is every submodule's training flag: one that the user froze with .eval() runs as evaluation.

@@ -55,12 +55,16 @@ class Ref:
 
 @dataclass(frozen=True)
 class Slice:
-    """How this rank and micro-batch cut an input or output leaf: dim None means whole. Local size of dim is outer * rows * inner."""
+    """How this rank and micro-batch cut an input or output leaf: dim None means whole. Local size of dim is outer * rows * inner.
+
+    before: elements of the dims before `dim`; with before * outer > 1 the rows of a rank do not lie together.
+    """
 
     name: str
     dim: int | None = None
     outer: int = 1
     inner: int = 1
+    before: int = 1
 
 
 @dataclass(frozen=True)
