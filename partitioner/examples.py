@@ -40,14 +40,15 @@ def example_call(model: nn.Module, args: Any, kwargs: Mapping[str, Any] | None) 
 
 def _for_layer(layer: nn.Module) -> torch.Tensor | None:
     """Eight rows that the layer accepts, without drawing random numbers."""
-    weight = getattr(layer, "weight", None)
-    where = {"device": weight.device, "dtype": weight.dtype} if isinstance(weight, torch.Tensor) else {}
-    if isinstance(layer, nn.Linear):
-        return torch.linspace(-1, 1, 8 * layer.in_features, **where).reshape(8, layer.in_features)
     if isinstance(layer, nn.Embedding):
-        return torch.arange(8 * 8, device=where.get("device")).remainder(layer.num_embeddings).reshape(8, 8)
+        return torch.arange(8 * 8, device=layer.weight.device).remainder(layer.num_embeddings).reshape(8, 8)
+    if isinstance(layer, nn.Linear):
+        return _ramp((8, layer.in_features), layer.weight)
     for kind, dims in ((nn.Conv1d, 1), (nn.Conv2d, 2), (nn.Conv3d, 3)):
         if isinstance(layer, kind):
-            shape = (8, layer.in_channels, *([32] * dims))
-            return torch.linspace(-1, 1, torch.Size(shape).numel(), **where).reshape(shape)
+            return _ramp((8, layer.in_channels, *([32] * dims)), layer.weight)
     return None
+
+
+def _ramp(shape: tuple[int, ...], like: torch.Tensor) -> torch.Tensor:
+    return torch.linspace(-1, 1, torch.Size(shape).numel(), dtype=like.dtype, device=like.device).reshape(shape)

@@ -144,7 +144,7 @@ class _Writer:
             later = uses[at] if at < len(uses) else None
             turn = later is not None and self.uses[later].backward and not use.backward
             soon = later == position + 1
-            if later is not None and (soon or turn and unit in self.order.kept and self.uses[later].mb == use.mb):
+            if later is not None and (soon or (turn and unit in self.order.kept and self.uses[later].mb == use.mb)):
                 continue
             self.here.discard(unit)
             self.out.append(Instruction("FREE", unit=unit, bytes=self.order.bytes_of[unit]))

@@ -103,7 +103,7 @@ def trial(task: Task, prepared: Prepared, choice: Choice) -> tuple[tuple[Program
     for program in programs:
         ghosts = UnitBytes.of(choice.units, task.shapes, task.ranks, program.rank)
         local = [shape for ghost in ghosts.values() for shape in ghost.local_shapes()]
-        state, temporary = planned_bytes(task.optimizer, local, task.cluster.device)  # type: ignore[arg-type]
+        state, temporary = planned_bytes(task.optimizer, local, task.cluster.device)
         simulations.append(
             simulate(
                 program,
@@ -234,7 +234,7 @@ class _Model:
                 points = points[:1]
         own = self.own[block.index]
         shards: tuple[Shard, ...] = _SHARDS if task.constraints.shard == "auto" else (task.constraints.shard,)
-        if not own or task.ranks == 1 and task.constraints.shard == "auto":
+        if not own or (task.ranks == 1 and task.constraints.shard == "auto"):
             shards = shards[:1]
         made = []
         for point in points:
@@ -256,7 +256,7 @@ class _Model:
         unit = UnitBytes.of((Unit(0, shard, own),), task.shapes, task.ranks, 0)[0] if own else None
         state = persistent = 0
         if unit is not None:
-            state, _ = planned_bytes(task.optimizer, unit.local_shapes(), task.cluster.device)  # type: ignore[arg-type]
+            state, _ = planned_bytes(task.optimizer, unit.local_shapes(), task.cluster.device)
             gradients = trainable if m > 1 and shard in ("none", "zero1") else unit.gradient_bytes()
             persistent = unit.persistent() + state + gradients
         seconds = communication(task.cluster, task.ranks)

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.nn.utils.stateless import _reparametrize_module
 from torch.utils._pytree import tree_unflatten
 
-from partitioner.assemble import Lowered, assemble, decisions_of
+from partitioner.assemble import assemble, decisions_of
 from partitioner.cluster import Cluster
 from partitioner.constraints import parse
 from partitioner.cost import op_seconds
@@ -71,7 +71,7 @@ class Session:
         every = shapes_of(model)
         self.shapes: Shapes = {name: every[name] for name, _ in model.named_parameters()}
         self._verify = verify
-        self._whole = {n: nn.Parameter(torch.empty_like(p, device="meta"), requires_grad=p.requires_grad) for n, p in model.named_parameters()}
+        self._whole: dict[str, Tensor] = {n: nn.Parameter(torch.empty_like(p, device="meta"), requires_grad=p.requires_grad) for n, p in model.named_parameters()}
         self._taken_over = False
         self._graphs: dict[Hashable, Graph] = {}
         self._prepared: dict[Hashable, Prepared] = {}
