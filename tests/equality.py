@@ -25,7 +25,7 @@ SMALLEST = 1e-3  # below this size a value is compared absolutely
 
 @dataclass(frozen=True)
 class Kind:
-    """A comparison: number format, optimizer and the flag of a case that holds its relative tolerance."""
+    """A comparison: number format, optimizer (as `optimizer=` names it) and the flag of a case that holds its relative tolerance."""
 
     dtype: torch.dtype
     optimizer: str
@@ -33,7 +33,7 @@ class Kind:
 
 
 PROOF = Kind(torch.float64, "adamw", "fp64")
-USUAL = Kind(torch.float32, "sgd", "fp32")
+USUAL = Kind(torch.float32, "sgd_momentum", "fp32")
 
 
 @dataclass(frozen=True)

@@ -47,11 +47,11 @@ def loss_of(case: Case, output: Any) -> Tensor:
 
 
 def optimizer_of(kind: str, model: nn.Module) -> torch.optim.Optimizer:
-    """AdamW or SGD over what trains, weight decay on, so that a parameter without gradient is seen to stay."""
+    """Over what trains: AdamW with weight decay, so that a parameter without gradient is seen to stay, or SGD with momentum, for a state."""
     parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
     if kind == "adamw":
         return torch.optim.AdamW(parameters, lr=1e-2, weight_decay=0.1)
-    return torch.optim.SGD(parameters, lr=0.1, momentum=0.9, weight_decay=0.01)
+    return torch.optim.SGD(parameters, lr=0.05, momentum=0.9)
 
 
 def train_plain(case: Case, kind: str, steps: int = 3) -> tuple[list[float], dict[str, Tensor]]:

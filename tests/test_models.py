@@ -27,7 +27,7 @@ def test_made_twice_it_is_the_same(name: str) -> None:
 @pytest.mark.parametrize("name", MODELS)
 def test_it_trains_in_one_process(name: str) -> None:
     wide, state = train_plain(cast(MODELS[name](), torch.float64), "adamw")
-    narrow, _ = train_plain(MODELS[name](), "sgd")
+    narrow, _ = train_plain(MODELS[name](), "sgd_momentum")
     assert all(math.isfinite(loss) for loss in wide + narrow)
     assert wide[0] == pytest.approx(narrow[0], rel=1e-2 if MODELS[name]()["fp32"] > 1e-3 else 1e-4)
     start = cast(MODELS[name](), torch.float64)["model"].state_dict()
