@@ -26,6 +26,7 @@ from partitioner.passes.segment import Unit, segment
 _RANDOM = random._opoverload
 
 _RANDOM_INDEX = 7  # position of `index` among the arguments of partitioner::random
+_MOST_SUNK = 16  # ops moved into one unit: masks and constants, not a branch of the model
 _CROSSING = ("value", "input", "prologue")
 
 
@@ -46,7 +47,7 @@ def cut(graph: Graph) -> Blocks:
     inputs = dict(zip(graph.placeholders, graph.inputs, strict=True))
     order = _order(graph)
     weights = {n: _bytes(n) for n, i in inputs.items() if i.kind == "parameter"}
-    units = [unit for unit in _sink(segment(order, weights) if order else [], inputs, weights) if unit.ops]
+    units = [unit for unit in _sink(segment(order, weights) if order else [], inputs) if unit.ops]
     flow = gradient_flow(graph)
     rows = next((n for n, i in inputs.items() if i.kind == "scalar" and i.name == "rows"), None)
     if rows is None:  # blocks of a graph that never asks for the rows may still see them in the shapes of their reads
@@ -96,35 +97,32 @@ def _order(graph: Graph) -> list[fx.Node]:
     return order
 
 
-def _sink(units: list[Unit], inputs: dict[fx.Node, Input], weights: dict[fx.Node, int]) -> list[Unit]:
-    """Move what is computed from inputs alone (a mask, a constant) from a unit outside of layers to the unit outside of layers that alone uses it."""
+def _sink(units: list[Unit], inputs: dict[fx.Node, Input]) -> list[Unit]:
+    """Move what is computed from inputs alone (a mask, a constant) from a unit outside of layers to the unit outside of layers that alone uses it.
+
+    A value moves with all that it is made from, so that nothing new crosses a border.
+    """
     home = {op: at for at, unit in enumerate(units) for op in unit.ops}
     fixed = {n for n, i in inputs.items() if i.kind in ("parameter", "buffer")}
-    alone: set[fx.Node] = set()
+    goal: dict[fx.Node, int] = {}
+    for at in range(len(units) - 1, -1, -1):
+        for op in reversed(units[at].ops) if units[at].family is None else ():
+            users = {goal.get(user, home.get(user, at)) for user in op.users}  # a result stays
+            if len(users) == 1 and op.target is not _RANDOM and isinstance(op.meta["val"], Tensor):
+                (target,) = users
+                if target > at and units[target].family is None:
+                    goal[op] = target
+    moved: dict[int, list[fx.Node]] = {}
     for unit in units:
         for op in unit.ops:
-            if op.target is not _RANDOM and all(
-                n in alone or (n not in home and n not in fixed) for n in op.all_input_nodes
-            ):
-                alone.add(op)
-    moved: dict[int, list[fx.Node]] = {}
-    for at in range(len(units) - 1, -1, -1):
-        if units[at].family is not None:
-            continue
-        for op in reversed(units[at].ops):
-            if op not in alone:
-                continue
-            homes = {home.get(user, at) for user in op.users}  # a result stays
-            if op.target is operator.getitem or not isinstance(op.meta["val"], Tensor) or len(homes) != 1:
-                continue
-            (target,) = homes
-            if target > at and units[target].family is None:
-                home[op] = target
-                moved.setdefault(target, []).append(op)
+            if op in goal and all(n not in fixed and (n not in home or (goal.get(n) == goal[op])) for n in op.all_input_nodes):
+                moved.setdefault(goal[op], []).append(op)
+            else:
+                goal.pop(op, None)
+    moved = {at: ops for at, ops in moved.items() if len(ops) <= _MOST_SUNK}
     gone = {op for ops in moved.values() for op in ops}
     for at, unit in enumerate(units):
-        unit.ops = [*reversed(moved.get(at, [])), *(op for op in unit.ops if op not in gone)]
-        unit.ops = [op for op in unit.ops if home[op] == at]
+        unit.ops = [*moved.get(at, []), *(op for op in unit.ops if op not in gone)]
     return units
 
 

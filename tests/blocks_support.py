@@ -1,12 +1,11 @@
 """Small functional graphs, a chain of blocks run by hand, and a tracker of tensor storages, for the tests of blocks and their functions."""
 
-import operator
 import weakref
 from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import Tensor, fx, nn
+from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from partitioner.passes.batch import Batch, infer
@@ -16,65 +15,19 @@ from partitioner.passes.capture import capture
 from partitioner.passes.differentiate import Joint, differentiate
 from partitioner.passes.dims import analyse
 from partitioner.passes.emit import emit
-from partitioner.passes.graph import Graph, Input, Output
+from partitioner.passes.graph import Graph
 from partitioner.passes.place import place
 from partitioner.passes.split import split
+from partitioner.passes.tree import named_leaves
 
 
-class WithLoss(nn.Module):
-    """A model and a loss of its output as one module."""
-
-    def __init__(self, model: nn.Module, loss: Callable[[Any], Tensor]) -> None:
-        super().__init__()
-        self.model, self.loss = model, loss
-
-    def forward(self, *args: Any, **kwargs: Any) -> Tensor:
-        return self.loss(self.model(*args, **kwargs))
-
-
-def flatten(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any] | None = None, kind: str = "loss") -> tuple[Graph, dict[str, Tensor]]:
-    """Export a module without mutation to a functional Graph, and the tensors of its inputs by name."""
-    exported = torch.export.export(module, args, kwargs, strict=False).module()
-    named: dict[str, Tensor] = {**dict(exported.named_parameters()), **dict(exported.named_buffers())}
-    canonical: dict[int, str] = {}
-    graph, env = fx.Graph(), dict[fx.Node, Any]()
-    inputs: list[Input] = []
-    tensors: dict[str, Tensor] = {}
-    leaves = torch.utils._pytree.tree_leaves((args, kwargs or {}))
-    placeholders = [n for n in exported.graph.nodes if n.op == "placeholder"]
-    by_name: dict[str, fx.Node] = {}
-    for node in exported.graph.nodes:
-        if node.op != "get_attr":
-            continue
-        value = operator.attrgetter(node.target)(exported) if node.target not in named else named[node.target]
-        name = canonical.setdefault(id(value), node.target.removeprefix("model."))
-        if name not in by_name:
-            by_name[name] = graph.placeholder(name.replace(".", "_"))
-            by_name[name].meta["val"] = node.meta["val"]
-            is_parameter = isinstance(value, nn.Parameter)
-            inputs.append(Input("parameter" if is_parameter else "buffer", name, value.requires_grad and is_parameter))
-            tensors[name] = value.detach()
-        env[node] = by_name[name]
-    for node, leaf in zip(placeholders, leaves, strict=True):
-        env[node] = graph.placeholder(node.name)
-        env[node].meta["val"] = node.meta["val"]
-        inputs.append(Input("input", node.name))
-        tensors[node.name] = leaf
-    outputs: list[Output] = []
-    for node in exported.graph.nodes:
-        if node.op == "call_function":
-            if "_assert" in str(node.target):
-                continue
-            new = env[node] = graph.node_copy(node, env.__getitem__)
-            stack = list((node.meta.get("nn_module_stack") or {"": ("", None)}).values())
-            new.meta = {"val": node.meta["val"], "module": stack[-1][0].removeprefix("model").removeprefix(".")}
-        elif node.op == "output":
-            flat = [env[n] for n in torch.utils._pytree.tree_leaves(node.args[0])]
-            graph.output(flat)
-            outputs = [Output(kind) for _ in flat]  # type: ignore[arg-type]
-    graph.eliminate_dead_code()
-    used = [n for n in graph.nodes if n.op == "placeholder"]
-    return Graph(fx.GraphModule(nn.Module(), graph), tuple(inputs[: len(used)]), tuple(outputs)).check(), tensors
+def captured(model: nn.Module, args: tuple[Any, ...], loss: Callable[..., Any] | None = None) -> tuple[Graph, dict[str, Any]]:
+    """The functional graph of model and loss, and the values of its inputs by name (one rank: key -1)."""
+    graph = capture(model, args, loss=loss)
+    leaves, _ = named_leaves(args, {})
+    known: dict[str, Any] = {**dict(model.named_parameters()), **dict(model.named_buffers()), **graph.constants, **dict(leaves)}
+    given = {d.name: -1 if d.kind == "scalar" else known[d.name].detach() for d in graph.inputs}
+    return graph, given
 
 
 def run_chain(
