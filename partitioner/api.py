@@ -180,7 +180,8 @@ def _on_first(ranks: Ranks, work: Callable[[], Any], what: str) -> Any:
 def _materialize(model: nn.Module, init_fn: Callable[[nn.Module], Any] | None, device: torch.device) -> None:
     if init_fn is None:
         raise CaptureError(
-            "the model is on the meta device and has no weights to train; pass init_fn=fill, where fill(model) gives every parameter and buffer its first value"
+            "the model is on the meta device and has no weights to train; pass init_fn=fill, where fill(model) gives every parameter "
+            "and buffer its first value"
         )
     model.to_empty(device=device)
     init_fn(model)

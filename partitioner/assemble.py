@@ -10,7 +10,7 @@ from partitioner.lower import Choice, Decision, units_of
 from partitioner.passes.dims import Cut
 from partitioner.passes.emit import emit_source_file
 from partitioner.passes.rematerialize import Point
-from partitioner.planner import FRONTIER_POINTS, Verdict, ranks_to_simulate
+from partitioner.planner import FRONTIER_POINTS, Trial, Verdict
 from partitioner.prepare import AXIS, Prepared
 from partitioner.runtime.program import Program, Shard
 from partitioner.runtime.simulator import Simulation
@@ -54,12 +54,9 @@ def assemble(session: "Session", verdict: Verdict) -> plans.Plan:
         seen.update(own)
         shard: Shard = shard_of[own[0]] if own else "none"
         blocks.append(plans.BlockPlan(label=block.label, block_class=block.cls, shard=shard, keep_gathered=decision.keep_gathered, saved=key))
-    per_rank = dict(zip(ranks_to_simulate(session.ranks), verdict.simulations, strict=True))
-    first = verdict.simulations[0]
-    predictions = []
-    for rank in range(session.ranks):
-        simulation = per_rank.get(rank, first)  # ranks between the first and the last hold no more rows than the first
-        predictions.append(plans.RankPrediction(step_seconds=simulation.step_seconds, peak_bytes=simulation.peak_bytes, breakdown={}))
+    tried = {trial.program.rank: trial for trial in verdict.trials}
+    # ranks between the first and the last hold no more rows than the first
+    predictions = [_prediction(tried.get(rank, verdict.trials[0])) for rank in range(session.ranks)]
     leaves = tuple(
         plans.BatchLeaf(path=described.name, **_where(cut))
         for described, cut in zip(prepared.placed.graph.inputs, prepared.placed.cuts, strict=True)
@@ -86,8 +83,14 @@ def assemble(session: "Session", verdict: Verdict) -> plans.Plan:
     if prepared.prologue is not None:
         functions.append(prepared.prologue.function)
     source = emit_source_file({function.name: function for function in functions}.values())
-    made._lowered = Lowered(verdict.programs, verdict.simulations, source)
+    made._lowered = Lowered(tuple(t.program for t in verdict.trials), tuple(t.simulation for t in verdict.trials), source)
     return made
+
+
+def _prediction(trial: Trial) -> plans.RankPrediction:
+    simulation = trial.simulation
+    rest = {"saved values, gradients, temporaries": max(0, simulation.peak_bytes - sum(trial.held_bytes.values()))}
+    return plans.RankPrediction(step_seconds=simulation.step_seconds, peak_bytes=simulation.peak_bytes, breakdown={**trial.held_bytes, **rest})
 
 
 def _where(cut: Cut | None) -> dict[str, int]:
@@ -113,8 +116,8 @@ def decisions_of(plan: plans.Plan, prepared: Prepared, parameters: tuple[str, ..
     blocks = prepared.blocks.blocks
     if [block.label for block in plan.blocks] != [block.label for block in blocks]:
         raise PlanError(
-            f"the plan has {len(plan.blocks)} blocks, from {plan.blocks[0].label if plan.blocks else 'none'}, but this model is cut into {len(blocks)}: "
-            "it was made by another version of this library or of torch, or edited; make a new plan"
+            f"the plan has {len(plan.blocks)} blocks, from {plan.blocks[0].label if plan.blocks else 'none'}, but this model is cut into "
+            f"{len(blocks)}: it was made by another version of this library or of torch, or edited; make a new plan"
         )
     decisions, points = [], []
     for planned, block in zip(plan.blocks, blocks, strict=True):

@@ -37,7 +37,9 @@ def parse(given: Mapping[str, Any] | None, ranks: int) -> Constraints:
         if not _is_count(degree):
             raise ConstraintError(f"constraints[{axis!r}] is {degree!r}; write a whole number from 1")
         if degree != 1:
-            raise ConstraintError(f"constraints[{axis!r}] is {degree}, but {what} parallelism is not available yet: the mesh has the axis dp alone; leave {axis} out")
+            raise ConstraintError(
+                f"constraints[{axis!r}] is {degree}, but {what} parallelism is not available yet: the mesh has the axis dp alone; leave {axis} out"
+            )
     if wanted.pop("schedule", None) is not None:
         raise ConstraintError("constraints['schedule'] chooses a pipeline schedule, but pipeline parallelism is not available yet; leave it out")
     known = {"dp", "micro_batches", "shard", "checkpoint"}
@@ -50,7 +52,9 @@ def parse(given: Mapping[str, Any] | None, ranks: int) -> Constraints:
         if wanted.get(key) is not None and not _is_count(wanted[key]):
             raise ConstraintError(f"constraints[{key!r}] is {wanted[key]!r}; write a whole number from 1")
     if wanted.get("dp") not in (None, ranks):
-        raise ConstraintError(f"constraints['dp'] is {wanted['dp']}, but there are {ranks} devices and dp is the only axis; write gpus={wanted['dp']} or leave dp out")
+        raise ConstraintError(
+            f"constraints['dp'] is {wanted['dp']}, but there are {ranks} devices and dp is the only axis; write gpus={wanted['dp']} or leave dp out"
+        )
     return Constraints(**wanted)
 
 

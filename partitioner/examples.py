@@ -19,7 +19,9 @@ def example_call(model: nn.Module, args: Any, kwargs: Mapping[str, Any] | None) 
             f"example_inputs is a {type(args).__name__}; it must be the tuple of positional arguments: write example_inputs=(value,) for a single one"
         )
     if kwargs is not None and not isinstance(kwargs, Mapping):
-        raise InputError(f"example_kwargs is a {type(kwargs).__name__}; write a dict of keyword arguments, such as example_kwargs={{'input_ids': tokens}}")
+        raise InputError(
+            f"example_kwargs is a {type(kwargs).__name__}; write a dict of keyword arguments, such as example_kwargs={{'input_ids': tokens}}"
+        )
     if args or kwargs:
         return tuple(args or ()), dict(kwargs or {})
     dummy = getattr(model, "dummy_inputs", None)

@@ -85,7 +85,8 @@ def lower(
         calls.append(Call(len(blocks.blocks), early.function.name, "prologue", _refs(early.reads), early.writes))
         start.append(Instruction("PROLOGUE", block=len(blocks.blocks)))
     loss, outputs, placements, buffers = _results(prepared)
-    held = {ref.name for ref, _ in outputs if ref.kind == "value"} | {ref.name for _, ref in buffers if ref.kind == "value"} | ({loss} if loss else set())
+    held = {ref.name for ref in (*(ref for ref, _ in outputs), *(ref for _, ref in buffers)) if ref.kind == "value"}
+    held |= {loss} if loss else set()
     programs = []
     for rank in only:
         rows, starts, whole_rows, whole_start = _rows(prepared.total, rank, ranks, choice.micro_batches)

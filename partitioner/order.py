@@ -2,8 +2,8 @@
 
     forward    REFRESH u?  GATHER u?  FORWARD b mb  FREE u?        in block order; a zero3 unit is gathered per use and freed after, unless the
                                                                      next block uses it or it is kept until its backward
-    backward   GATHER u?   BACKWARD b mb  FREE u?  REDUCE u         in reverse; a unit is reduced as soon as its last gradient is there: zero2 and zero3
-                                                                     in every micro-batch, none and zero1 in the last
+    backward   GATHER u?   BACKWARD b mb  FREE u?  REDUCE u         in reverse; a unit is reduced as soon as its last gradient is there:
+                                                                     zero2 and zero3 in every micro-batch, none and zero1 in the last
 
 With `prefetch`, the next block's communication is issued before the current block runs, so that it travels beside the computation.
 """

@@ -37,8 +37,10 @@ Shapes = dict[str, tuple[tuple[int, ...], torch.dtype, bool]]
 
 @dataclass(frozen=True)
 class Task:
-    """What the planner is asked. prepared(m): the capture, ready for m micro-batches; shapes: (shape, dtype, trainable) of every parameter; fixed_bytes: storage bytes of every input leaf,
-    buffer and constant; capacity_bytes: what one device may hold.
+    """What the planner is asked.
+
+    prepared(m): the capture, ready for m micro-batches. shapes: (shape, dtype, trainable) of every parameter. fixed_bytes: storage bytes of
+    every input leaf, buffer and constant. capacity_bytes: what one device may hold.
     """
 
     prepared: Callable[[int], Prepared]
@@ -49,19 +51,6 @@ class Task:
     capacity_bytes: int
     optimizer: str
     constraints: Constraints
-
-
-@dataclass(frozen=True)
-class Verdict:
-    """The choice, its programs and simulations (rank by rank, as `ranks_to_simulate` lists them), and a proven lower bound of the step."""
-
-    prepared: Prepared
-    choice: Choice
-    points: tuple[Point, ...]  # the frontier point of every block
-    programs: tuple[Program, ...]
-    simulations: tuple[Simulation, ...]
-    bound_seconds: float
-    model_seconds: float = 0.0  # the solver's own objective
 
 
 def ranks_to_simulate(ranks: int) -> tuple[int, ...]:
@@ -86,8 +75,37 @@ def sizes_of(shapes: Shapes) -> dict[str, int]:
     return {name: _size(shape, dtype) for name, (shape, dtype, _) in shapes.items()}
 
 
-def trial(task: Task, prepared: Prepared, choice: Choice) -> tuple[tuple[Program, ...], tuple[Simulation, ...]]:
-    """Lower a choice to step programs and simulate them."""
+@dataclass(frozen=True)
+class Trial:
+    """One rank's step program, simulated. held_bytes: what lies there all step long, by kind."""
+
+    program: Program
+    simulation: Simulation
+    held_bytes: dict[str, int]
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """The choice, its trials, and a proven lower bound of the step."""
+
+    prepared: Prepared
+    choice: Choice
+    points: tuple[Point, ...]  # the frontier point of every block
+    trials: tuple[Trial, ...]
+    bound_seconds: float
+    model_seconds: float = 0.0  # the solver's own objective
+
+    @property
+    def step_seconds(self) -> float:
+        return max(trial.simulation.step_seconds for trial in self.trials)
+
+    @property
+    def peak_bytes(self) -> int:
+        return max(trial.simulation.peak_bytes for trial in self.trials)
+
+
+def trial(task: Task, prepared: Prepared, choice: Choice) -> tuple[Trial, ...]:
+    """Lower a choice to step programs and simulate them, rank by rank as `ranks_to_simulate` lists them."""
     programs = lower(
         prepared,
         choice,
@@ -99,22 +117,26 @@ def trial(task: Task, prepared: Prepared, choice: Choice) -> tuple[tuple[Program
         communication=communication(task.cluster, task.ranks),
         prefetch=task.cluster.overlap,
     )
-    simulations = []
+    trials = []
     for program in programs:
         ghosts = UnitBytes.of(choice.units, task.shapes, task.ranks, program.rank)
         local = [shape for ghost in ghosts.values() for shape in ghost.local_shapes()]
         state, temporary = planned_bytes(task.optimizer, local, task.cluster.device)
-        simulations.append(
-            simulate(
-                program,
-                bytes_of=task.fixed_bytes,
-                unit_bytes=ghosts,
-                optimizer_state_bytes=state,
-                optimizer_temporary_bytes=temporary,
-                overlap=task.cluster.overlap,
-            )
+        held = {
+            "parameters": sum(ghost.persistent() for ghost in ghosts.values()),
+            "optimizer state": state,
+            "inputs, buffers and constants": sum(task.fixed_bytes.values()),
+        }
+        simulation = simulate(
+            program,
+            bytes_of=task.fixed_bytes,
+            unit_bytes=ghosts,
+            optimizer_state_bytes=state,
+            optimizer_temporary_bytes=temporary,
+            overlap=task.cluster.overlap,
         )
-    return programs, tuple(simulations)
+        trials.append(Trial(program, simulation, held))
+    return tuple(trials)
 
 
 def decide(task: Task) -> Verdict:
@@ -133,7 +155,7 @@ def decide(task: Task) -> Verdict:
         except InfeasibleError as error:
             problem = problem or error
         else:
-            if best is None or _seconds(verdict) < _seconds(best):
+            if best is None or verdict.step_seconds < best.step_seconds:
                 best = verdict
         # where memory does not bind, cutting the batch in time gains nothing
         unbound = best is not None and best.choice.micro_batches == count == 1 and best.model_seconds <= model.fastest * (1 + SAME)
@@ -143,11 +165,7 @@ def decide(task: Task) -> Verdict:
     if best is None:
         assert problem is not None
         raise problem
-    return replace(best, bound_seconds=min(bound, _seconds(best)))
-
-
-def _seconds(verdict: Verdict) -> float:
-    return max(simulation.step_seconds for simulation in verdict.simulations)
+    return replace(best, bound_seconds=min(bound, best.step_seconds))
 
 
 def _fit(task: Task, model: "_Model") -> Verdict:
@@ -161,22 +179,20 @@ def _fit(task: Task, model: "_Model") -> Verdict:
         try:
             solution = solve(model.problem(capacity))
         except InfeasibleError as error:
-            refused = error
+            refused = refused or error
             slack = task.capacity_bytes // 20  # the model is careful: what it refuses may still fit
             if best is not None or capacity >= 2 * task.capacity_bytes:
                 break
             capacity += slack
             continue
         choice, points = model.choice(solution)
-        programs, simulations = trial(task, model.prepared, choice)
-        peak = max(simulation.peak_bytes for simulation in simulations)
-        if peak <= task.capacity_bytes:
-            verdict = Verdict(model.prepared, choice, points, programs, simulations, 0.0, solution.seconds)
-            if best is None or _seconds(verdict) < _seconds(best):
+        verdict = Verdict(model.prepared, choice, points, trial(task, model.prepared, choice), 0.0, solution.seconds)
+        if verdict.peak_bytes <= task.capacity_bytes:
+            if best is None or verdict.step_seconds < best.step_seconds:
                 best = verdict
             if solution.seconds <= model.fastest * (1 + SAME):
                 break
-        capacity = task.capacity_bytes + solution.peak_bytes - peak
+        capacity = task.capacity_bytes + solution.peak_bytes - verdict.peak_bytes
         if capacity <= 0:
             break
     if best is None:

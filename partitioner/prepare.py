@@ -107,7 +107,9 @@ class Prepared:
         if not joint.gradients:
             return Point(frozenset(), 0, 0.0)
         if unknown := sorted(saved - set(joint.nodes)):
-            raise PlanError(f"block {label!r} cannot save {unknown[0]!r}: it computes no such value; the plan was edited, or made with another version")
+            raise PlanError(
+                f"block {label!r} cannot save {unknown[0]!r}: it computes no such value; the plan was edited, or made with another version"
+            )
         try:
             return price(encode(joint, self.seconds, self.free(cls), self.keep(cls)), saved)
         except ValueError as error:
@@ -199,7 +201,8 @@ def check_micro_batches(prepared: Prepared, ranks: int, micro_batches: int) -> N
             "use micro_batches=1"
         )
     raise BatchError(
-        f"{asked} {prepared.total} rows on {ranks} ranks leave a rank with {prepared.total // ranks}; use micro_batches={most} or fewer, or a larger batch"
+        f"{asked} {prepared.total} rows on {ranks} ranks leave a rank with {prepared.total // ranks}; use micro_batches={most} or fewer, "
+        "or a larger batch"
     )
 
 

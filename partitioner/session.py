@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Hashable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -55,7 +56,9 @@ class Session:
         if loss is not None and not callable(loss):
             raise InputError(f"loss is a {type(loss).__name__}; pass a function of (output) or, with example_targets, of (output, targets)")
         if precision != "fp32":
-            raise PartitionerError(f"precision={precision!r} is not available yet; write precision='fp32', or use torch.autocast inside the model's forward")
+            raise PartitionerError(
+                f"precision={precision!r} is not available yet; write precision='fp32', or use torch.autocast inside the model's forward"
+            )
         self.model, self.loss, self.optimizer = model, loss, optimizer
         self.targets = map_tensors(Tensor.contiguous, example_targets)
         self.has_targets = example_targets is not None
@@ -71,7 +74,10 @@ class Session:
         every = shapes_of(model)
         self.shapes: Shapes = {name: every[name] for name, _ in model.named_parameters()}
         self._verify = verify
-        self._whole: dict[str, Tensor] = {n: nn.Parameter(torch.empty_like(p, device="meta"), requires_grad=p.requires_grad) for n, p in model.named_parameters()}
+        self._whole: dict[str, Tensor] = {
+            name: nn.Parameter(torch.empty_like(parameter, device="meta"), requires_grad=parameter.requires_grad)
+            for name, parameter in model.named_parameters()
+        }
         self._taken_over = False
         self._graphs: dict[Hashable, Graph] = {}
         self._prepared: dict[Hashable, Prepared] = {}
@@ -113,7 +119,9 @@ class Session:
 
     def _key(self, request: Request) -> Hashable:
         flags = tuple(module.training for module in self.model.modules())
-        shapes = tuple((path, tuple(leaf.shape), leaf.dtype) if isinstance(leaf, Tensor) else (path, repr(leaf)) for path, leaf in request.leaves.items())
+        shapes = tuple(
+            (path, tuple(leaf.shape), leaf.dtype) if isinstance(leaf, Tensor) else (path, repr(leaf)) for path, leaf in request.leaves.items()
+        )
         return request.mode, flags, shapes
 
     def _graph(self, request: Request) -> Graph:
@@ -190,19 +198,20 @@ class Session:
             raise PlanError(f"the plan is for {given.ranks} ranks, but gpus asks for {self.ranks}; write gpus={given.ranks} or make a new plan")
         if given.fingerprint != self.fingerprint:
             raise PlanError(
-                "the plan is for another model or other inputs (names, shapes, dtypes, requires_grad or ties of parameters and buffers, or the input paths "
-                f"differ): planned for {given.model}; make a new plan with make_plan(model, …)"
+                "the plan is for another model or other inputs (names, shapes, dtypes, requires_grad or ties of parameters and buffers, or the "
+                f"input paths differ): planned for {given.model}; make a new plan with make_plan(model, …)"
             )
 
     def _follow(self, task: Task, given: Plan) -> Verdict:
         prepared = task.prepared(given.micro_batches)
         check_micro_batches(prepared, self.ranks, given.micro_batches)
         choice, points = decisions_of(given, prepared, tuple(self.shapes), FRONTIER_POINTS)
-        programs, simulations = trial(task, prepared, choice)
-        peak = max(simulation.peak_bytes for simulation in simulations)
-        if peak > task.capacity_bytes:
-            raise PlanError(f"the plan takes {peak:,} bytes per device, but there are {task.capacity_bytes:,}; raise memory or make a new plan")
-        return Verdict(prepared, choice, points, programs, simulations, min(given.bound_seconds, max(s.step_seconds for s in simulations)))
+        verdict = Verdict(prepared, choice, points, trial(task, prepared, choice), 0.0)
+        if verdict.peak_bytes > task.capacity_bytes:
+            raise PlanError(
+                f"the plan takes {verdict.peak_bytes:,} bytes per device, but there are {task.capacity_bytes:,}; raise memory or make a new plan"
+            )
+        return replace(verdict, bound_seconds=min(given.bound_seconds, verdict.step_seconds))
 
     def _fixed_bytes(self, graph: Graph) -> dict[str, int]:
         """Storage bytes of every input leaf, buffer and constant."""
