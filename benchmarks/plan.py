@@ -30,7 +30,7 @@ from partitioner import make_plan
 STAGES = {
     "capture": ("partitioner.session.capture",),
     "place": ("partitioner.prepare.analyse", "partitioner.prepare.infer", "partitioner.prepare.place"),
-    "blocks": ("partitioner.prepare.cut",),
+    "blocks": ("partitioner.prepare.cut_blocks",),
     "differentiate": ("partitioner.prepare.differentiate",),
     "frontier": ("partitioner.prepare.encode", "partitioner.prepare.frontier", "partitioner.prepare.price"),
     "emit": ("partitioner.prepare.split", "partitioner.prepare.emit"),

@@ -1,6 +1,6 @@
 """Plan files: JSON that people read, edit and compare, and that nothing but data can come from.
 
-A plan file may come from a stranger: it is at most 4 MB and 100,000 values, plain JSON with finite numbers and
+A plan file may come from a stranger: it is at most 4 MB and 50,000 values, plain JSON with finite numbers and
 no key twice, and every field is checked. That bounds the time to refuse one to about a second.
 """
 
@@ -16,7 +16,7 @@ from partitioner.files import read_text, write_text
 from partitioner.plan import PLAN_VERSION, Plan
 
 MAX_FILE_BYTES = 4 * 1024 * 1024
-MAX_VALUES = 100_000
+MAX_VALUES = 50_000
 _LINE = 140
 
 

@@ -97,10 +97,10 @@ def test_files_that_are_no_clusters(tmp_path: Path, old: str, new: str, says: st
     assert old in PRESET
     path = tmp_path / "bad.toml"
     path.write_text(PRESET.replace(old, new))
-    start = time.perf_counter()
+    start = time.process_time()
     with pytest.raises(ClusterError, match=says) as error:
         Cluster.load(path)
-    assert time.perf_counter() - start < 1
+    assert time.process_time() - start < 1
     assert len(str(error.value)) < 1500
 
 
@@ -121,17 +121,17 @@ def test_efficiency_grows_with_the_smallest_dim() -> None:
 
 
 def test_local_figures_are_quick_plausible_and_remembered(cache: Path) -> None:
-    start = time.perf_counter()
+    start = time.process_time()
     cluster = Cluster.parse(2)
-    assert time.perf_counter() - start < 15  # under 3 s on a quiet machine
+    assert time.process_time() - start < 6  # under 3 s on a quiet machine
     assert (cluster.devices, cluster.device) == (2, "cuda" if torch.cuda.is_available() else "cpu")
     assert 1e8 < cluster.rate("float32") < 1e15
     assert 1e8 < cluster.memory_bytes_per_second < 1e13
     assert 1e-7 < cluster.launch_seconds < 1e-2
     calibrate._memory.clear()
-    start = time.perf_counter()
+    start = time.process_time()
     assert Cluster.parse(2) == cluster
-    assert time.perf_counter() - start < 0.2
+    assert time.process_time() - start < 0.2
     assert Cluster.parse(8).rate("float32") <= cluster.rate("float32")
     assert Cluster.parse(8).memory_bytes <= cluster.memory_bytes
 

@@ -142,9 +142,9 @@ def test_a_block_is_priced_in_milliseconds() -> None:
     assert count > 300
     best = float("inf")
     for _ in range(3):
-        start = time.perf_counter()
+        start = time.process_time()
         graph_costs(graph, CLUSTER)
-        best = min(best, time.perf_counter() - start)
+        best = min(best, time.process_time() - start)
     assert best < 0.25e-3 * count  # 25 microseconds a node on a quiet machine
 
 

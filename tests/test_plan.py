@@ -100,8 +100,8 @@ HOSTILE = {
     "too long": (changed(model="x" * MAX_FILE_BYTES), "at most"),
     "long name": (changed(model="x" * 100_000), "model"),
     "many values": (changed(blocks=[1] * 1_000_000), "more than"),
-    "many bad blocks": (changed(blocks=[1] * 90_000), "blocks.0"),
-    "many bad constraints": (changed(constraints={str(i): [] for i in range(90_000)}), "constraints"),
+    "many bad blocks": (changed(blocks=[1] * 45_000), "blocks.0"),
+    "many bad constraints": (changed(constraints={str(i): [] for i in range(45_000)}), "constraints"),
     "many ranks": (changed(mesh={"dp": 10**6, "pp": 10**6}), "1,000,000 ranks"),
     "huge integer": (changed(micro_batches=10**400), "micro_batches"),
     "endless integer": ('{"version": ' + "9" * 100_000 + "}", "JSON"),
@@ -133,10 +133,10 @@ HOSTILE = {
 @pytest.mark.parametrize("name", HOSTILE)
 def test_hostile_plans_are_refused_within_a_second(name: str) -> None:
     text, says = HOSTILE[name]
-    start = time.perf_counter()
+    start = time.process_time()
     with pytest.raises(PlanError, match=says) as error:
         Plan.from_json(text)
-    assert time.perf_counter() - start < 2  # 0.5 s on a quiet machine
+    assert time.process_time() - start < 1
     assert len(str(error.value)) < 2000
 
 
