@@ -8,6 +8,7 @@
  6. name inputs and outputs: ties merged, what is unused dropped
 """
 
+import operator
 import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -16,6 +17,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, fx, nn
 from torch._guards import TracingContext, tracing
+from torch._ops import OpOverload
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.export.graph_signature import InputKind as ExportKind
 from torch.utils import _pytree as pytree
@@ -250,7 +252,7 @@ def _assemble(
         inputs.append(Input(label.kind, label.name, bool(getattr(first_value(node), "requires_grad", False))))
         if label.constant is not None:
             constants[label.name] = label.constant
-    _refuse_unknown_sizes(builder.graph)
+    _refuse_unknown(builder.graph)
     module = fx.GraphModule(nn.Module(), builder.graph)
     return Graph(
         module,
@@ -282,11 +284,17 @@ def _check_write(label: _Label, source: str) -> None:
         )
 
 
-def _refuse_unknown_sizes(graph: fx.Graph) -> None:
-    """What reached the outputs must have sizes that are known."""
+def _refuse_unknown(graph: fx.Graph) -> None:
+    """What reached the outputs must be tensor ops, of sizes that are known."""
     for node in graph.nodes:
         if node.op != "call_function":
             continue
+        if not isinstance(node.target, OpOverload) and node.target is not operator.getitem:
+            name = getattr(node.target, "__name__", str(node.target))
+            raise CaptureError(
+                f"{node.meta.get('source', '')}: {name} is no tensor op (torch.func transforms such as vmap leave such calls, and arithmetic with "
+                "numbers read from tensors). Write it with batched tensor ops."
+            )
         value = first_value(node)
         parts = value if isinstance(value, (tuple, list)) else [value]
         for part in parts:

@@ -43,7 +43,8 @@ _DROPPED = frozenset(
         "profiler._record_function_exit",
     )
 )
-_UNSAFE_TO_COPY_STORAGE = frozenset(("aten.set_", "aten.resize_", "aten.resize_as_"))
+_SPARSE = frozenset((aten.embedding.default, aten.embedding_bag.default, aten.embedding_bag.padding_idx))
+_NEW_MEMORY = frozenset(("aten.set_", "aten.resize_", "aten.resize_as_"))
 
 
 @dataclass(frozen=True)
@@ -174,6 +175,9 @@ class _Walk:
             if view is not None:
                 values.define(node, view)
                 return
+        if node.target in _SPARSE:  # a gradient with rows left out equals the dense one, which can be reduced
+            given = bind(node, args, kwargs) | {"sparse": False}
+            args, kwargs = tuple(given[a.name] for a in node.target._schema.arguments), {}  # type: ignore[union-attr]
         if node.target in FORMS or is_random(node):
             given = bind(node, args, kwargs)
             form = FORMS.get(node.target)
@@ -221,7 +225,7 @@ class _Walk:
     def in_place_view(self, node: fx.Node) -> None:
         """`t_`, `squeeze_`, `detach_`: the result is a view of self that later code sees under the same name."""
         name = str(node.target._overloadpacket)  # type: ignore[union-attr]
-        if name in _UNSAFE_TO_COPY_STORAGE:
+        if name in _NEW_MEMORY:
             refuse_new_memory(node)
         old = self.values.resolve(node.args[0])  # type: ignore[arg-type]
         self.values.define(node, self.values._view(node, old, self.values.read(old)))
@@ -236,7 +240,7 @@ class _Walk:
         target: Any = node.target
         args, kwargs = values.args(node.args), values.args(node.kwargs)
         given, old = bind(node, args, kwargs), bind(node)
-        if str(target._overloadpacket) in _UNSAFE_TO_COPY_STORAGE:
+        if str(target._overloadpacket) in _NEW_MEMORY:
             refuse_new_memory(node)
         if target in IN_PLACE_FORMS:
             if given.get("generator") is not None:

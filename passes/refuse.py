@@ -57,6 +57,8 @@ def check_model(model: nn.Module, has_targets: bool) -> None:
                 f"{name} has a backward hook (register_full_backward_hook or a pre-hook). Hooks run outside the graph and would be dropped. "
                 "Remove it; to change gradients, multiply in forward or change .grad after train_step."
             )
+        if isinstance(module, torch.jit.ScriptModule):
+            raise CaptureError(f"{name} is TorchScript, whose inside cannot be traced. Give the Python module it was made from.")
         if isinstance(module, nn.SyncBatchNorm):
             raise CaptureError(
                 f"{name} is a SyncBatchNorm, which communicates inside forward. Use the plain BatchNorm: its statistics are the whole batch's anyway."
@@ -118,16 +120,17 @@ def _plain_checkpoint(*_: Any, **__: Any) -> Generator[None, None, None]:
     yield
 
 
-def _gradient(original: Callable[..., Any]) -> Callable[..., Any]:
-    """autograd.grad in forward is traced as ops; without create_graph its results carry no gradient."""
+class _NoGrad:
+    """Stands in for inference_mode, of which a trace keeps nothing; without gradients is what it means for what follows."""
 
-    def grad(*args: Any, **kwargs: Any) -> Any:
-        results = original(*args, **kwargs)
-        if kwargs.get("create_graph") or (len(args) > 4 and args[4]):
-            return results
-        return tuple(r.detach() if isinstance(r, Tensor) else r for r in results)
+    @staticmethod
+    def enter(self: Any) -> None:
+        self._stand_in = torch.no_grad() if self.mode else contextlib.nullcontext()
+        self._stand_in.__enter__()
 
-    return grad
+    @staticmethod
+    def leave(self: Any, *error: Any) -> None:
+        self._stand_in.__exit__(*error)
 
 
 def _data(self: Tensor) -> Tensor:
@@ -174,7 +177,9 @@ def tripwires() -> Iterator[None]:
     """While tracing: refuse what would be lost, and let pass in a form that is traced rightly what can be."""
     move = "Change .grad after train_step instead."
     tensor_hook = _refusal("Tensor.register_hook is called", move)
-    backward = _refusal(".backward() is called", "Use torch.autograd.grad(…, create_graph=True) for a gradient that is part of the loss.")
+    formula = "Write the derivative as a formula of forward's tensors."
+    backward, gradient = _refusal(".backward() is called", formula), _refusal("torch.autograd.grad is called", formula)
+    inference = torch.autograd.grad_mode.inference_mode
     norm = torch.nn.modules.batchnorm._BatchNorm
     patches: list[tuple[Any, str, Any]] = [
         (torch.autograd.function, "_is_setup_context_defined", _refuse_function),
@@ -184,7 +189,9 @@ def tripwires() -> Iterator[None]:
         (torch.Tensor, "random_", _random_(torch.Tensor.random_)),
         (torch.Tensor, "data", property(_data, torch.Tensor.data.__set__)),
         (torch.autograd, "backward", backward),
-        (torch.autograd, "grad", _gradient(torch.autograd.grad)),
+        (torch.autograd, "grad", gradient),
+        (inference, "__enter__", _NoGrad.enter),
+        (inference, "__exit__", _NoGrad.leave),
         (checkpoint_file, "_checkpoint_without_reentrant_generator", _plain_checkpoint),
         (norm, "forward", _batch_norm_forward(norm.forward)),
     ]

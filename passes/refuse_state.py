@@ -1,4 +1,4 @@
-"""Python state that forward changes: found by comparing the modules before and after, judged by watching two more runs.
+"""Python state that forward changes: found by comparing the modules before and after, judged by watching one more run.
 
     written before it is read            an output left on a module: the graph computes the same; a tensor left there is warned about
     read first, unchanged the next time  a memo made at the first call: the graph computes the same
@@ -78,7 +78,7 @@ class Snapshot:
         ):
             now = module.__dict__
             for name in attributes.keys() | now.keys():
-                if name in _REGISTRIES or (isinstance(module, nn.RNNBase) and name == "_flat_weights"):
+                if name in _REGISTRIES or (isinstance(module, nn.RNNBase) and name.startswith("_flat_weight")):
                     continue
                 same = name in attributes and name in now and _same(attributes[name], now[name])
                 if not same or (name in contents and not _same_content(contents[name], now[name])):
@@ -145,19 +145,17 @@ def _watch(pairs: set[tuple[int, str]]) -> Iterator[dict[tuple[int, str], str]]:
 def judge(model: nn.Module, snapshot: Snapshot, rehearse: Callable[[], object]) -> None:
     """Restore the modules; raise CaptureError where forward's changes carry state from call to call.
 
-    `rehearse` runs forward once more under fake tensors; it is called only if something changed.
+    `rehearse` runs forward a second time under fake tensors; it is called only if something changed.
     """
     changed = snapshot.changes()
-    snapshot.restore()
     if not changed:
         return
     structural = [c.name for c in changed if isinstance(c.after, (nn.Module, nn.Parameter))]
     if structural:
         raise CaptureError(f"forward adds or replaces {', '.join(structural)}; a plan cannot know it. Build all modules in __init__.")
+    after_one = Snapshot(model)
     with _watch({(id(c.module), c.attribute) for c in changed}) as first:
         rehearse()
-    after_one = Snapshot(model)
-    rehearse()
     again = {(id(c.module), c.attribute) for c in after_one.changes()}
     snapshot.restore()
     state = [c for c in changed if first.get((id(c.module), c.attribute)) == "read" and (id(c.module), c.attribute) in again]

@@ -13,6 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 from torch._subclasses.fake_tensor import FakeTensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from partitioner.errors import CaptureError
 from partitioner.passes.graph import Graph
@@ -44,14 +46,43 @@ def _preserved(model: nn.Module, training: bool) -> Iterator[dict[str, Tensor]]:
             yield buffers
     finally:
         snapshot.restore()
-        with torch.no_grad():
-            for name, old in buffers.items():
-                holders[name].copy_(old)
+        _restore_buffers(holders, buffers)
         for module, mode in modes:
             module.training = mode
         random.setstate(states[0])
         if numpy and states[1] is not None:
             numpy.random.set_state(states[1])
+
+
+def _restore_buffers(holders: dict[str, Tensor], values: dict[str, Tensor]) -> None:
+    with torch.no_grad():
+        for name, old in values.items():
+            holders[name].copy_(old)
+
+
+class PlainDraws(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Dropout of fused kernels, which draw by an algorithm of their own, drawn as the captured graph draws it."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.aten.native_dropout.default and args[2] is not False and 0 < args[1] < 1:
+            x, p = args[0], args[1]
+            mask = torch.empty_like(x, dtype=torch.bool).bernoulli_(1 - p)
+            return x * (mask.to(x.dtype) / (1 - p)), mask
+        return func(*args, **(kwargs or {}))
+
+
+@contextlib.contextmanager
+def _drawn_alike(graph: Graph) -> Iterator[None]:
+    """On devices with fused random kernels, let eager draw as the graph does: attention by its formula, recurrent layers without cuDNN."""
+    nodes = list(graph.module.graph.nodes)
+    draws = [node for node in nodes if node.target is torch.ops.partitioner.random.default]
+    with contextlib.ExitStack() as stack:
+        if any(node.args[2].type != "cpu" for node in draws):
+            stack.enter_context(PlainDraws())  # type: ignore[no-untyped-call]
+            stack.enter_context(sdpa_kernel(SDPBackend.MATH))
+            if any(str(node.target).startswith(("aten.lstm", "aten.gru", "aten.rnn")) for node in nodes):
+                stack.enter_context(torch.backends.cudnn.flags(enabled=False))
+        yield
 
 
 def _seed(value: int) -> None:
@@ -71,18 +102,18 @@ def _gradients(results: list[tuple[str, Tensor]], parameters: dict[str, Tensor])
         wave = torch.cos(torch.arange(value.numel(), device=value.device, dtype=torch.float32) + number).reshape(value.shape)
         weights.append(torch.ones_like(value) if value.ndim == 0 else wave.to(value.dtype))
     found = torch.autograd.grad([value for value, _ in ends], list(parameters.values()), weights, allow_unused=True)
-    return dict(zip(parameters, found, strict=True))
+    return {name: g.to_dense() if g is not None and g.is_sparse else g for name, g in zip(parameters, found, strict=True)}
 
 
 def _run_eager(model: nn.Module, graph: Graph, call: dict[str, Any], loss: Callable[..., Any] | None, has_targets: bool) -> Results:
     call = map_tensors(lambda t: t.detach().clone().requires_grad_(t.requires_grad), call)
     before = dict(model.named_buffers())
-    if graph.out_spec is None:
-        results = [("loss", objective(model, call["args"], call["kwargs"], loss, call.get("targets"), has_targets))]
-    else:
-        results, _ = outputs_of(model(*call["args"], **call["kwargs"]))
-        wanted = {output.name for output in graph.outputs}
-        results = [(path, value) for path, value in results if path in wanted]
+    with _drawn_alike(graph):
+        if graph.out_spec is None:
+            results = [("loss", objective(model, call["args"], call["kwargs"], loss, call.get("targets"), has_targets))]
+        else:
+            wanted = {output.name for output in graph.outputs}
+            results = [(path, value) for path, value in outputs_of(model(*call["args"], **call["kwargs"]))[0] if path in wanted]
     found: Results = {path: value.detach().clone() for path, value in results}
     for name, value in _gradients(results, {n: p for n, p in model.named_parameters() if p.requires_grad}).items():
         found[f"gradient of {name}"] = value
@@ -188,10 +219,25 @@ def verify(
         return "model or example batch has no data (meta or fake tensors), so the captured graph was not compared with eager"
     call = {"args": tuple(args), "kwargs": dict(kwargs or {})} | ({"targets": targets} if has_targets else {})
     tolerance = _tolerance(graph)
+    bound = {(id(module), name): (module, name, buffer) for module in model.modules() for name, buffer in module._buffers.items()}
     for seed in SEEDS:
         with _preserved(model, graph.training) as buffers:
             _seed(seed)
+            attributes = Snapshot(model)
             want = _run_eager(model, graph, call, loss, has_targets)
+            changed = [c for c in attributes.changes() if (id(c.module), c.attribute) not in bound]
+            if changed:
+                for module, name, buffer in bound.values():
+                    module._buffers[name] = buffer
+                _restore_buffers(holders, buffers)
+                _seed(seed)
+                second = _differences(want, _run_eager(model, graph, call, loss, has_targets), tolerance)
+                if second:
+                    raise CaptureError(
+                        f"the second call of {type(model).__qualname__} differs from the first for the same seed and inputs ({second[0]}), because "
+                        f"of what the first left on the model: {', '.join(c.name for c in changed[:4])}. A captured program repeats the first call. "
+                        "Run the model once before planning if it initialises itself, or keep such state in buffers."
+                    )
         _compare(model, graph, call, loss, has_targets, seed, want, parameters, buffers, named, tolerance)
     return None
 

@@ -3,6 +3,7 @@
 import collections
 import os
 import random
+import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -22,7 +23,7 @@ from partitioner.errors import CaptureError
 from partitioner.passes.capture import capture
 from partitioner.passes.graph import Graph
 from partitioner.passes.tree import named_leaves, outputs_of
-from partitioner.passes.verify import verify
+from partitioner.passes.verify import PlainDraws, verify
 
 torch.set_num_threads(1)
 
@@ -296,6 +297,8 @@ REFUSED: dict[str, tuple[Any, str]] = {
     "growing list": (_appends, "reads and changes history"),
     "tensor hook": (_hooks_a_value, r"in _hooks_a_value: Tensor\.register_hook is called"),
     "backward inside": (lambda m, x: (m.linear(x).sum().backward(), m.linear(x))[1], r"\.backward\(\) is called"),
+    "gradient inside": (lambda m, x: torch.autograd.grad(m.linear(x).sum(), m.linear.weight)[0], r"torch\.autograd\.grad is called"),
+    "vmap": (lambda m, x: torch.vmap(lambda row: m.linear(row))(x), "no tensor op"),
     "if on a tensor": (_branches, r"in _branches, module Fn: Python needs a value that is known only when the data is"),
     "item": (lambda m, x: m.linear(x) * x.max().item(), "depends on the data|known only when"),
     "nonzero": (lambda m, x: m.linear(x)[x > 0], "depends on the data|known only when"),
@@ -335,6 +338,12 @@ def _lazy(model: Any) -> None:
     model.more = nn.LazyLinear(3)
 
 
+def _script(model: Any) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)
+        model.more = torch.jit.script(nn.ReLU())
+
+
 def _sync(model: Any) -> None:
     model.more = nn.SyncBatchNorm(3)
 
@@ -348,6 +357,7 @@ def _sync(model: Any) -> None:
         (_accumulate_hook, r"parameter linear\.weight has a gradient hook"),
         (_lazy, r"parameter more\.weight has no shape yet"),
         (_sync, "is a SyncBatchNorm"),
+        (_script, "is TorchScript"),
     ],
 )
 def test_refused_at_sight(change: Callable[[nn.Module], None], message: str) -> None:
@@ -438,6 +448,32 @@ def test_custom_operators_keep_their_backward() -> None:
 
 
 # ------------------------------------------------------------------------------------------------------------------ verification
+
+
+def test_fused_dropout_is_compared_in_plain_draws() -> None:
+    x = torch.ones(64)
+    with PlainDraws():  # type: ignore[no-untyped-call]
+        torch.manual_seed(3)
+        fused, mask = torch.native_dropout(x, 0.25, True)
+    torch.manual_seed(3)
+    plain = F.dropout(x, 0.25)
+    assert torch.equal(mask, plain != 0) and torch.allclose(fused, plain)
+
+
+def test_verification_notices_a_first_call_that_is_special() -> None:
+    def initialises(m: Any, x: Tensor) -> Any:
+        h = m.linear(x)
+        if not getattr(m, "ready", False):
+            m.ready = True
+            h = h / h.std()
+        return h
+
+    model: Any = Fn(initialises)
+    graph = capture(model, (rows(),), loss=square)
+    with pytest.raises(CaptureError, match=r"the second call of Fn differs from the first.*ready"):
+        verify(model, graph, (rows(),), loss=square)
+    model.ready = True
+    ok(model, rows())
 
 
 def test_verification_names_what_differs() -> None:
