@@ -133,12 +133,13 @@ def _check_numbers(cls: BlockClass, rows: int) -> None:
     for count in (rows, rows + 1, rows + 3):
         env: dict[fx.Node, Any] = dict(zip((n for n in cls.module.graph.nodes if n.op == "placeholder"), _reads(cls, count), strict=True))
         for node in numbers:
-            env[node] = node.target(*evaluate(list(node.args), env))  # type: ignore[operator]
+            env[node] = node.target(*evaluate(list(node.args), env))
         found.append(env)
     for node in numbers:
         a, b, c = (env[node] for env in found)
         if c - a != 3 * (b - a):
-            raise CaptureError(f"block {cls.name} uses a size that is {a}, {b} and {c} for {rows}, {rows + 1} and {rows + 3} rows: it is no a*rows + b")
+            counts = f"{rows}, {rows + 1} and {rows + 3} rows"
+            raise CaptureError(f"block {cls.name} uses a size that is {a}, {b} and {c} for {counts}: it is no a*rows + b")
 
 
 def _gradients(cls: BlockClass, first: Recording, unifier: Unifier) -> list[fx.Node]:

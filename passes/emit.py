@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, fx
 
 from partitioner.errors import CaptureError
-from partitioner.passes.block import BlockClass, BlockFunction
+from partitioner.passes.block import BlockClass, BlockFunction, Bytes
 from partitioner.passes.liveness import footprint, schedule
 from partitioner.passes.split import BackwardGraph, ForwardGraph
 from partitioner.passes.unify import is_number
@@ -82,12 +82,13 @@ def _file(ops: dict[str, str], parts: list[str]) -> str:
 
 def _forward_title(cls: BlockClass, forward: ForwardGraph) -> str:
     own = len(_results(forward.graph)) - forward.writes
-    return f"{cls.name}: returns {forward.writes} writes" + (f" and {own} saved values" if own else "")
+    return f"{cls.name}: the writes ({forward.writes})" + (f", then saved values ({own})" if own else "")
 
 
 def _backward_title(cls: BlockClass, backward: BackwardGraph) -> str:
-    again = len(backward.recomputed)
-    return f"{cls.name}: returns gradients of reads {', '.join(map(str, backward.gradients))}" + (f"; runs {again} ops again" if again else "")
+    names = set(backward.recomputed)
+    again = sum(node.name in names and any(isinstance(place, Bytes) for place in node.meta["storages"]) for node in backward.graph.nodes)
+    return f"{cls.name}: the gradients of reads {', '.join(map(str, backward.gradients))}" + (f"; {again} ops run again" if again else "")
 
 
 def _results(graph: fx.Graph) -> list[fx.Node]:
@@ -154,8 +155,8 @@ def _delete(names: list[str]) -> list[str]:
 def _about(node: fx.Node) -> str:
     if "val" not in node.meta:
         return "scalar"
-    kind = node.meta.get("kind") or ("tangent" if node.name.startswith("tangent_") else "")
-    return f"{kind} {_shape(node)}".strip()
+    kind = node.meta.get("kind", "saved") if node.op == "placeholder" else "saved"
+    return f"{kind} {_shape(node)}"
 
 
 def _shape(node: fx.Node) -> str:

@@ -43,8 +43,8 @@ class _Probe:
         if not _differentiable(source.meta["val"]):
             return (False,) * len(_results(node.meta["val"]))
         inputs = [n for n in node.all_input_nodes if n not in self._numbers]
-        key = (node.target, inputs.index(source), tuple(n.meta["val"].dtype for n in inputs), len(_results(node.meta["val"])))
-        key = (*key, tuple(v.dtype if isinstance(v, Tensor) else None for v in _results(node.meta["val"])))
+        results = tuple(v.dtype if isinstance(v, Tensor) else None for v in _results(node.meta["val"]))
+        key = (node.target, inputs.index(source), tuple(n.meta["val"].dtype for n in inputs), results)
         if key not in self._known:
             self._known[key] = self._ask(node, source, inputs)
         return self._known[key]

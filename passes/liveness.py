@@ -103,7 +103,7 @@ def footprint(graph: fx.Graph) -> Footprint:
             if name in storage:
                 drop(storage[name])
     output = next(iter(reversed(graph.nodes)))
-    return Footprint(arguments, tuple(events), tuple(storage[n] for n in output.args[0]))  # type: ignore[union-attr, index]
+    return Footprint(arguments, tuple(events), tuple(storage[n] for n in output.args[0]))
 
 
 def peak(function: Footprint, rows: int, argument_bytes: Callable[[int], int]) -> int:

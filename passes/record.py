@@ -42,17 +42,18 @@ def map_arguments(value: Any, change: Callable[[Any], Any]) -> Any:
     return change(value)
 
 
-class _Recorder(TorchDispatchMode):
+class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.graph = fx.Graph()
         self.module, self.source = "", None
         self.active, self.mutated = True, False
         self._nodes: dict[int, fx.Node] = {}
         self._alive: list[Any] = []  # ids stay unique while the tensors live
 
-    def placeholder(self, name: str, value: Tensor) -> fx.Node:
+    def placeholder(self, name: str, value: Tensor, kind: str) -> fx.Node:
         node = self.graph.placeholder(name)
+        node.meta["kind"] = kind
         self.bind(node, value)
         return node
 
@@ -163,7 +164,7 @@ def _record(cls: BlockClass, reads: Sequence[Any], functional: bool) -> tuple[Re
 
     def unwrap(value: Any) -> Any:
         if functional and isinstance(value, Tensor) and torch._is_functional_tensor(value):
-            torch._sync(value)
+            torch._sync(value)  # type: ignore[attr-defined, no-untyped-call]
             return torch._from_functional_tensor(value)
         return value
 
@@ -178,7 +179,7 @@ def _record(cls: BlockClass, reads: Sequence[Any], functional: bool) -> tuple[Re
             recorder.active = False
             val = node.meta["val"]
             value = torch.empty_strided(*read, dtype=val.dtype, device=val.device)
-            nodes.append(recorder.placeholder(node.name, value))
+            nodes.append(recorder.placeholder(node.name, value, node.meta.get("kind", "value")))
             values.append(wrap(value).requires_grad_(want and backward))
         recorder.active = True
         if functional:
@@ -194,7 +195,7 @@ def _record(cls: BlockClass, reads: Sequence[Any], functional: bool) -> tuple[Re
                     recorder.active = False
                     inner = unwrap(outs[index])
                     value = unwrap(torch.empty(inner.shape, dtype=inner.dtype, device=inner.device))
-                    tangents.append(recorder.placeholder(f"tangent_{index}", value))
+                    tangents.append(recorder.placeholder(f"tangent_{index}", value, "tangent"))
                     given.append(wrap(value))
                 recorder.active = True
                 leaves = [value for value, want in zip(values, cls.wants, strict=True) if want]
@@ -202,5 +203,5 @@ def _record(cls: BlockClass, reads: Sequence[Any], functional: bool) -> tuple[Re
                 gradients = [None if one is None else recorder.node(unwrap(one)) for one in found]
         finally:
             if functional:
-                torch._disable_functionalization()
+                torch._disable_functionalization()  # type: ignore[no-untyped-call]
     return Recording(recorder.graph, tuple(nodes), tuple(tangents), tuple(writes), tuple(gradients)), recorder.mutated

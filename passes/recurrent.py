@@ -1,8 +1,8 @@
 """LSTM, GRU and RNN as one opaque op with a derivative that computes the forward again.
 
-torch's own kernels keep a workspace between forward and backward whose size only the kernel knows (oneDNN) or unroll into ops per time step; neither can
-be planned. Here forward saves nothing but its inputs, whose sizes are known, and backward runs torch's own forward and backward on them: the same kernels,
-hence the same bits as eager, on every device, for one more forward of the layer. Batches without rows, which those kernels refuse, give zeros.
+torch's own kernels keep a workspace between forward and backward whose size only the kernel knows (oneDNN), or unroll into ops per time step; neither
+can be planned. Here forward saves nothing but its inputs, whose sizes are known, and backward runs torch's own forward and backward on them: the same
+kernels as eager, on every device, for one more forward of the layer. Batches without rows, which those kernels refuse, give zeros.
 """
 
 import contextlib
@@ -126,7 +126,5 @@ def opaque(target: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[Te
         raise CaptureError(f"{target} draws its dropout inside; capture writes one op a layer with dropout between them")
     hidden = given["hx"]
     state = list(hidden) if isinstance(hidden, (list, tuple)) else [hidden]
-    results = recurrent(
-        kind, given["input"], state, list(given["params"]), given["has_biases"], given["num_layers"], given["train"], given["bidirectional"], given["batch_first"]
-    )
-    return tuple(results)
+    options = (given[name] for name in ("has_biases", "num_layers", "train", "bidirectional", "batch_first"))
+    return tuple(recurrent(kind, given["input"], state, list(given["params"]), *options))

@@ -298,7 +298,8 @@ def _join_crumbs(units: list[Unit], shape: _Signatures, weights: dict[fx.Node, i
     """Neighbours of a few ops each are grouped like small layers; one that stays alone joins a neighbour, unless that makes equal units unequal."""
     joined: list[Unit] = []
     for small, run in groupby(units, key=lambda u: len(u.ops) < FEW_OPS):
-        joined += _merge_layers(list(run), shape, weights, share) if small else run
+        members = list(run)
+        joined += _merge_layers(members, shape, weights, share) if small else members
     count = Counter(shape.run(unit.ops) for unit in joined)
     done: list[Unit] = []
     held: list[fx.Node] = []

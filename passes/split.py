@@ -33,7 +33,10 @@ class ForwardGraph:
 
 @dataclass(frozen=True)
 class BackwardGraph:
-    """Placeholders are the saved values in the order of `saved`, then the tangents; the output is the gradients. `recomputed`: ops that run again."""
+    """Placeholders are the saved values in the order of `saved`, then the tangents; the output is the gradients.
+
+    `recomputed` names the ops that forward runs too.
+    """
 
     graph: fx.Graph
     saved: tuple[Saved, ...]
@@ -47,8 +50,8 @@ def split(
 ) -> tuple[ForwardGraph, BackwardGraph | None]:
     """Split for the saved set `saved`: names of reads or of ops in `joint.forward`.
 
-    free: names of reads that backward may read again without their being saved; scalars always are. keep: ops that must never run again (random draws in
-    eager order). Collectives run again only with `communicate_again`. Backward is None where no read wants a gradient.
+    free: names of reads that backward may read again without their being saved; scalars always are. keep: ops that must never run again (random draws
+    in eager order). Collectives run again only with `communicate_again`. Backward is None where no read wants a gradient.
     Raises CaptureError where backward needs a value that is neither saved nor may be made again.
     """
     splitter = _Splitter(joint, frozenset(saved), frozenset(free), frozenset(keep), communicate_again)
@@ -96,7 +99,8 @@ class _Splitter:
         self._own = [node for node in given if node not in positions]
         saved = tuple(Saved("read", positions[n]) if n in positions else Saved("own", self._own.index(n)) for n in given)
         graph = _copy([*given, *joint.placeholders[joint.reads :]], order, gradients)
-        return BackwardGraph(graph, saved, joint.tangents, joint.gradients, tuple(recomputed))
+        before = {node.name for node in self._needed_forward()}
+        return BackwardGraph(graph, saved, joint.tangents, joint.gradients, tuple(name for name in recomputed if name in before))
 
     def _make(self, wanted: fx.Node, order: list[fx.Node], ready: set[fx.Node], starts: dict[fx.Node, None], recomputed: list[str]) -> None:
         """Make a value that depends on no tangent available now: from a saved one, or by running its ops again."""
@@ -130,11 +134,13 @@ class _Splitter:
     def forward(self) -> ForwardGraph:
         joint = self._joint
         results = joint.results[: joint.writes] + self._own
-        nodes = list(joint.module.graph.nodes)
-        draws = [n for n in nodes if n.target is _RANDOM]  # a draw in eager order is never dead
-        needed = _ancestors([*results, *draws], None)
-        graph = _copy(self._reads, [n for n in nodes if n in needed and n.op == "call_function"], results)
+        needed = self._needed_forward()
+        graph = _copy(self._reads, [n for n in joint.module.graph.nodes if n in needed and n.op == "call_function"], results)
         return ForwardGraph(graph, joint.writes)
+
+    def _needed_forward(self) -> set[fx.Node]:
+        draws = [n for n in self._joint.module.graph.nodes if n.target is _RANDOM]  # a draw in eager order is never dead
+        return _ancestors([*self._joint.results[: self._joint.writes], *self._own, *draws], None)
 
 
 def _ancestors(nodes: list[fx.Node], within: set[fx.Node] | None) -> set[fx.Node]:

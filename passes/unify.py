@@ -85,6 +85,10 @@ def _identity(value: Tensor) -> object:
     return (value.untyped_storage()._cdata, *view)
 
 
+def _dtype(node: fx.Node) -> torch.dtype:
+    return node.meta["out"].dtype  # type: ignore[no-any-return]
+
+
 class Numbers:
     """Integer expressions over the scalar placeholders of the merged graph, each made once, right behind the placeholders."""
 
@@ -145,7 +149,7 @@ class Unifier:
         self._scalars = scalars
 
     def run(self) -> fx.Graph:
-        """The merged graph, without an output node: dead ops left out, and views that equal an earlier value (detach, a transpose undone) seen through."""
+        """The merged graph without output: dead ops left out, views that equal an earlier value (detach, a transpose undone) seen through."""
         mine = list(self.first.graph.nodes)
         theirs = list(self.second.graph.nodes) if self.second else mine
         if len(mine) != len(theirs):
@@ -172,7 +176,7 @@ class Unifier:
         self._values.setdefault(_identity(source.meta["out"]), source)
 
     def _branches(self, first: str, second: str) -> CaptureError:
-        return CaptureError(f"{first} for {self.rows} rows but {second} for one more; the ops must not depend on the size of the batch, only sizes may")
+        return CaptureError(f"{first} for {self.rows} rows but {second} for one more; ops must not depend on the size of the batch, only sizes may")
 
     def _live(self, nodes: list[fx.Node]) -> set[fx.Node]:
         wanted = {*self.first.writes, *(g for g in self.first.gradients if g is not None)}
@@ -199,9 +203,9 @@ class Unifier:
 
     def _same(self, node: fx.Node, other: fx.Node) -> fx.Node | None:
         """An earlier merged node with the same elements in the same storage."""
-        if node.target is torch.ops.aten.pow.Tensor_Scalar and node.args[1] == 1 and node.meta["out"].dtype == node.args[0].meta["out"].dtype:  # type: ignore[union-attr]
-            return self.env[node.args[0]]  # type: ignore[index]  # the derivative of a square copies what it squared
-        out = node.meta["out"]
+        out, source = node.meta["out"], node.args[0] if node.args else None
+        if node.target is torch.ops.aten.pow.Tensor_Scalar and node.args[1] == 1 and isinstance(source, fx.Node) and out.dtype == _dtype(source):
+            return self.env[source]  # the derivative of a square copies what it squared
         if not isinstance(out, Tensor):
             return None
         key = _identity(out)
@@ -233,6 +237,8 @@ class Unifier:
         values = tuple(one.detach() if isinstance(one, Tensor) else one for one in one_or_more)
         value = values if isinstance(out, (list, tuple)) else values[0]
         node.meta.update(val=value, module=source.meta["module"], source=source.meta["source"])
+        if "kind" in source.meta:
+            node.meta["kind"] = source.meta["kind"]
         if isinstance(out, Tensor):
             node.meta["sizes"] = tuple(self.linear(int(a), int(b)) for a, b in zip(out.shape, other.shape, strict=True))
         if node.target is operator.getitem:
