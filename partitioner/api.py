@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from partitioner.calibrate import local_cluster, measure_link
 from partitioner.cluster import Cluster
 from partitioner.errors import CaptureError, LaunchError, PartitionerError
 from partitioner.passes.collectives import bind
@@ -18,6 +19,7 @@ from partitioner.runtime.launch import Ranks, agree, broadcast_object, join, lau
 from partitioner.runtime.module import ParallelModule
 from partitioner.runtime.parameters import UnitStore
 from partitioner.runtime.program import Program, Request, Unit
+from partitioner.runtime.text import digest
 from partitioner.session import Session
 from partitioner.ship import Parcel, pack, unpack
 
@@ -56,7 +58,7 @@ def make_plan(
     """
     session = Session(
         model,
-        gpus,
+        Cluster.parse(gpus),
         example_inputs=example_inputs,
         example_kwargs=example_kwargs,
         loss=loss,
@@ -93,9 +95,12 @@ def auto_parallelize(
     Under torchrun every rank calls this alike: rank 0 plans and lowers, the others take its decisions and its weights. Without torchrun and
     with more than one device the returned module holds the plan, and its train_step raises LaunchError with the torchrun line to type.
     """
+    alone = not launched()
+    devices = gpus if isinstance(gpus, int) else Cluster.parse(gpus).devices
+    ranks = join(1 if alone else devices)
     session = Session(
         model,
-        gpus,
+        Cluster.parse(gpus) if alone else _cluster(gpus, ranks),
         example_inputs=example_inputs,
         example_kwargs=example_kwargs,
         loss=loss,
@@ -107,10 +112,8 @@ def auto_parallelize(
         constraints=constraints,
         verify=verify,
     )
-    expected = session.ranks
-    if expected > 1 and not launched():
+    if alone and devices > 1:
         return _Unlaunched(model, session.plan(plan))  # type: ignore[return-value]
-    ranks = join(expected)
     group = ranks.group
     bind(AXIS, group)
     made: Plan = _on_first(ranks, lambda: session.plan(plan), "planning")
@@ -118,7 +121,7 @@ def auto_parallelize(
         _materialize(model, init_fn, ranks.device)
     else:
         model.to(ranks.device)
-    _same_buffers(model, ranks)
+    _same_weights(model, ranks)
     lowering = _Lowering(session, ranks)
     store = UnitStore(model, lowering.units, ranks=ranks.ranks, rank=ranks.rank, group=group)
     store.planned_optimizer = optimizer
@@ -137,6 +140,15 @@ def auto_parallelize(
     )
 
 
+def _cluster(gpus: Gpus, ranks: Ranks) -> Cluster:
+    """The cluster on every rank. Of devices at hand the link is measured by all ranks, and the device by rank 0."""
+    if not isinstance(gpus, int):
+        return Cluster.parse(gpus)
+    link = measure_link(ranks.group) if ranks.group is not None else None
+    cluster: Cluster = _on_first(ranks, lambda: local_cluster(gpus, link), "calibration")
+    return cluster
+
+
 class _Lowering:
     """Programs on demand: rank 0 lowers for all, every rank makes its functions from the emitted source."""
 
@@ -148,7 +160,9 @@ class _Lowering:
         ranks = self._ranks
         agree("inputs of this call", _digest(request), ranks)
         parcels: list[Parcel] = _on_first(ranks, lambda: [pack(p) for p in self._session.lower(request)], "lowering")
-        return unpack(parcels[ranks.rank], ranks.device)
+        program = unpack(parcels[ranks.rank], ranks.device)
+        agree("the programs", digest(program), ranks)
+        return program
 
 
 def _digest(request: Request) -> str:
@@ -187,12 +201,12 @@ def _materialize(model: nn.Module, init_fn: Callable[[nn.Module], Any] | None, d
     init_fn(model)
 
 
-def _same_buffers(model: nn.Module, ranks: Ranks) -> None:
-    """Every rank starts from rank 0's buffers (parameters: see UnitStore)."""
+def _same_weights(model: nn.Module, ranks: Ranks) -> None:
+    """Every rank starts from rank 0's parameters and buffers."""
     if ranks.group is None:
         return
     with torch.no_grad():
-        for tensor in {id(t): t for t in model.buffers()}.values():
+        for tensor in {id(t): t for t in [*model.parameters(), *model.buffers()]}.values():
             if tensor.numel():
                 dense = tensor.detach().contiguous()
                 dist.broadcast(dense, group=ranks.group, group_src=0)

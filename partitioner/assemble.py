@@ -48,7 +48,7 @@ def assemble(session: "Session", verdict: Verdict) -> plans.Plan:
         key = keys.setdefault((block.cls, decision.saved), f"set{sum(cls == block.cls for cls, _ in keys)}")
         sets = classes.setdefault(block.cls, {})
         if key not in sets:
-            sets[key] = _saved_set(prepared, block.cls, decision, point)
+            sets[key] = _saved_set(prepared, block.cls, decision, point, choice.micro_batches)
             described.setdefault(block.cls, block.label)
         own = [port.name for port in block.reads if port.kind == "parameter" and port.name not in seen]
         seen.update(own)
@@ -97,17 +97,21 @@ def _where(cut: Cut | None) -> dict[str, int]:
     return {} if cut is None else {"dim": cut.dim, "outer": cut.outer, "inner": cut.inner}
 
 
-def _saved_set(prepared: Prepared, cls: str, decision: Decision, point: Point) -> plans.SavedSet:
+def _saved_set(prepared: Prepared, cls: str, decision: Decision, point: Point, micro_batches: int) -> plans.SavedSet:
+    """Figures of one micro-batch of the busiest rank."""
     points = prepared.frontier(cls, FRONTIER_POINTS)
     function = prepared.function(cls, decision.saved)
+    rows = -(-prepared.typical_rows // micro_batches)
+    joint = prepared.joint(cls)
+    part = rows / joint.rows if joint.rows else 1.0
     return plans.SavedSet(
         values=tuple(sorted(decision.saved)),
-        bytes=point.saved_bytes,
+        bytes=round(point.saved_bytes * part),
         keepable=max(len(p.saved) for p in points),
-        keepable_bytes=points[-1].saved_bytes,
-        recompute_seconds=point.recompute_seconds,
-        forward_seconds=prepared.price(function, False, prepared.typical_rows),
-        backward_seconds=prepared.price(function, True, prepared.typical_rows),
+        keepable_bytes=round(points[-1].saved_bytes * part),
+        recompute_seconds=point.recompute_seconds * part,
+        forward_seconds=prepared.price(function, False, rows),
+        backward_seconds=prepared.price(function, True, rows),
     )
 
 

@@ -16,6 +16,10 @@ class BatchError(PartitionerError):
     """The batch dim of the inputs cannot be told or the batch cannot be cut as asked."""
 
 
+class SizeError(PartitionerError):
+    """A formula was asked for sizes that the captured graph does not have or cannot take."""
+
+
 class ConstraintError(PartitionerError):
     """A user constraint is unknown, malformed, or contradicts another one."""
 

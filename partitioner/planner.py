@@ -55,7 +55,7 @@ class Task:
 
 def ranks_to_simulate(ranks: int) -> tuple[int, ...]:
     """All of a few; of many the first and the last, which hold the most and the fewest rows."""
-    return tuple(range(ranks)) if ranks <= 8 else (0, ranks - 1)
+    return tuple(range(ranks)) if ranks <= 4 else (0, ranks - 1)
 
 
 def communication(cluster: Cluster, ranks: int) -> Callable[[str, int], float]:
@@ -149,7 +149,8 @@ def decide(task: Task) -> Verdict:
     bound, count = inf, pinned or 1
     while True:
         model = _Model(task, count)
-        bound = min(bound, model.bound())
+        if best is not None and model.fastest >= best.step_seconds:
+            break  # more micro-batches cost more launches, and gather more often
         try:
             verdict = _fit(task, model)
         except InfeasibleError as error:
@@ -157,10 +158,10 @@ def decide(task: Task) -> Verdict:
         else:
             if best is None or verdict.step_seconds < best.step_seconds:
                 best = verdict
-        # where memory does not bind, cutting the batch in time gains nothing
-        unbound = best is not None and best.choice.micro_batches == count == 1 and best.model_seconds <= model.fastest * (1 + SAME)
+        binds = best is None or best.model_seconds > model.fastest * (1 + SAME)
+        bound = min(bound, model.bound() if binds else model.fastest)
         count *= 2
-        if pinned is not None or unbound or count > most_micro_batches(task.prepared(count), task.ranks):
+        if pinned is not None or not binds or count > most_micro_batches(task.prepared(count), task.ranks):
             break
     if best is None:
         assert problem is not None
@@ -343,18 +344,22 @@ class _Model:
 
     @cached_property
     def fastest(self) -> float:
-        """The solver's step time without a memory limit."""
-        return solve(self.problem(None)).seconds
+        """A lower bound of the step whatever memory there is: every block takes its quickest option."""
+        compute = sum(min(option.compute_seconds for option, *_ in options) for options in self.options)
+        communication = sum(min(option.communication_seconds for option, *_ in options) for options in self.options)
+        if self.task.cluster.overlap:
+            return max(compute, communication)
+        return sum(min(option.compute_seconds + option.communication_seconds for option, *_ in options) for options in self.options)
 
     def bound(self) -> float:
-        """A lower bound of the step under the memory limit: blocks take what is certain to be held, and no transients."""
+        """A lower bound of the step under the memory limit: blocks take only what is certain to be held, and no transients."""
         relaxed = self.problem(self.task.capacity_bytes)
         runs = tuple(
             replace(run, options=tuple(replace(o, persistent_bytes=0, forward_bytes=o.saved_bytes, backward_bytes=0) for o in run.options))
             for run in relaxed.runs
         )
         try:
-            return solve(replace(relaxed, runs=runs, base_bytes=0)).bound_seconds
+            return max(self.fastest, solve(replace(relaxed, runs=runs, base_bytes=0)).bound_seconds)
         except InfeasibleError:
             return inf
 

@@ -45,6 +45,14 @@ class Prologue:
     writes: tuple[str, ...]
 
 
+@dataclass(frozen=True)
+class _Price:
+    """Seconds of a function: launches, which every micro-batch pays, and the rest, which goes with the rows."""
+
+    fixed: float
+    rest: float
+
+
 @dataclass
 class Prepared:
     """One capture, ready to be priced and lowered. `total` is the number of rows of the global batch (None: it is not cut)."""
@@ -58,10 +66,11 @@ class Prepared:
     typical_rows: int
     keyed: bool
     seconds: Seconds
+    launch_seconds: float
     _joints: dict[str, Joint] = field(default_factory=dict)
     _functions: dict[tuple[str, frozenset[str]], BlockFunction] = field(default_factory=dict)
     _frontiers: dict[str, tuple[Point, ...]] = field(default_factory=dict)
-    _prices: dict[str, tuple[float, float]] = field(default_factory=dict)
+    _prices: dict[str, tuple[_Price, _Price]] = field(default_factory=dict)
 
     @cached_property
     def slices(self) -> tuple[Slice, ...]:
@@ -135,12 +144,14 @@ class Prepared:
         """Seconds of a function's forward or backward on so many rows, in proportion to the rows it was priced at."""
         if self.prologue is not None and function is self.prologue.function:
             return 0.0
-        seconds = self._prices[function.name][backward]
+        price = self._prices[function.name][backward]
         joint = self._joints[function.name.split("__")[0]]
-        return seconds if joint.rows is None else seconds * rows / joint.rows
+        return price.fixed + price.rest * (1 if joint.rows is None else rows / joint.rows)
 
-    def _sum(self, graph: fx.Graph) -> float:
-        return sum(self.seconds(node) for node in graph.nodes if node.op == "call_function")
+    def _priced(self, graph: fx.Graph | None) -> _Price:
+        seconds = [] if graph is None else [self.seconds(node) for node in graph.nodes if node.op == "call_function"]
+        fixed = self.launch_seconds * sum(second > 0 for second in seconds)
+        return _Price(fixed, max(0.0, sum(seconds) - fixed))
 
     def function(self, cls: str, saved: frozenset[str]) -> BlockFunction:
         """The class split for a saved set and emitted."""
@@ -150,11 +161,11 @@ class Prepared:
             name = cls if count == 0 else f"{cls}__{count}"
             ahead, back = split(self.joint(cls), saved, self.free(cls), self.keep(cls))
             self._functions[key] = emit(self.blocks.classes[cls], ahead, back, name)
-            self._prices[name] = (self._sum(ahead.graph), 0.0 if back is None else self._sum(back.graph))
+            self._prices[name] = (self._priced(ahead.graph), self._priced(back.graph if back else None))
         return self._functions[key]
 
 
-def prepare(graph: Graph, *, batch_dim: Any, ranks: int, in_time: bool, seconds: Seconds) -> Prepared:
+def prepare(graph: Graph, *, batch_dim: Any, ranks: int, in_time: bool, seconds: Seconds, launch_seconds: float) -> Prepared:
     """Place the captured graph over `ranks`, and over micro-batches when `in_time`, and cut it into blocks.
 
     Raises BatchError where `batch_dim` contradicts the graph.
@@ -177,7 +188,7 @@ def prepare(graph: Graph, *, batch_dim: Any, ranks: int, in_time: bool, seconds:
     total = None if batch is None else batch.total
     rows = 1 if total is None else -(-total // ranks)
     prologue = None if placed.prologue is None else _prologue(placed.prologue, rows)
-    return Prepared(graph, placed, batch, cut_blocks(placed.graph), prologue, total, rows, ranks > 1, seconds)
+    return Prepared(graph, placed, batch, cut_blocks(placed.graph), prologue, total, rows, ranks > 1, seconds, launch_seconds)
 
 
 def most_micro_batches(prepared: Prepared, ranks: int) -> int:

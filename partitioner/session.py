@@ -38,7 +38,7 @@ class Session:
     def __init__(
         self,
         model: nn.Module,
-        gpus: Any,
+        cluster: Cluster,
         *,
         example_inputs: Any,
         example_kwargs: Mapping[str, Any] | None,
@@ -64,8 +64,7 @@ class Session:
         self.has_targets = example_targets is not None
         # inputs lie contiguously in every program, so in the capture as well
         self.args, self.kwargs = map_tensors(Tensor.contiguous, example_call(model, example_inputs, example_kwargs))
-        self.cluster = Cluster.parse(gpus)
-        self.ranks = self.cluster.devices
+        self.cluster, self.ranks = cluster, cluster.devices
         self.constraints = parse(constraints, self.ranks)
         self.memory_bytes = None if memory is None else parse_bytes(memory)
         self.leaves: dict[str, Any] = dict(named_leaves(self.args, self.kwargs, self.targets, self.has_targets)[0])
@@ -161,6 +160,7 @@ class Session:
                 ranks=self.ranks,
                 in_time=in_time,
                 seconds=lambda node: op_seconds(node, self.cluster, self.ranks),
+                launch_seconds=self.cluster.launch_seconds,
             )
         return self._prepared[key]
 
