@@ -23,12 +23,13 @@ from tests.equality import PROOF, RANKS, USUAL, Kind, compare_or_refuse, everyth
 from tests.models import MODELS
 
 KINDS = {"fp64": PROOF, "fp32": USUAL}
+DISTANCES = ("loss", "gradient", "state")
 
 
 def examine(name: str, kind: Kind, ranks: list[int], part: int, parts: int) -> dict[str, Any]:
     """All compositions of one model under one comparison."""
     tolerance = MODELS[name]()[kind.tolerance]
-    found: dict[str, Any] = {"equal": 0, "refused": 0, "bad": [], "worst_loss": 0.0, "worst_state": 0.0, "tolerance": tolerance}
+    found: dict[str, Any] = {"equal": 0, "refused": 0, "bad": [], "tolerance": tolerance, **{f"worst_{what}": 0.0 for what in DISTANCES}}
     for number, composition in enumerate(c for c in everything(rows_in(name)) if c.ranks in ranks):
         if number % parts != part:
             continue
@@ -41,11 +42,12 @@ def examine(name: str, kind: Kind, ranks: list[int], part: int, parts: int) -> d
         if verdict.refused:
             found["refused"] += 1
             continue
-        found["worst_loss"], found["worst_state"] = max(found["worst_loss"], verdict.loss), max(found["worst_state"], verdict.state)
+        for what in DISTANCES:
+            found[f"worst_{what}"] = max(found[f"worst_{what}"], getattr(verdict, what))
         if verdict.within(tolerance):
             found["equal"] += 1
         else:
-            found["bad"].append({**asdict(composition), "loss": verdict.loss, "state": verdict.state, "where": verdict.where})
+            found["bad"].append({**asdict(composition), **{what: getattr(verdict, what) for what in DISTANCES}, "where": verdict.where})
     return found
 
 
@@ -68,7 +70,7 @@ def main() -> int:
             start = time.perf_counter()
             found = report.setdefault(name, {})[kind] = examine(name, KINDS[kind], chosen.ranks, part - 1, parts)
             counts = f"{found['equal']:4d} equal {found['refused']:4d} refused {len(found['bad']):4d} bad"
-            distances = f"loss {found['worst_loss']:.1e} state {found['worst_state']:.1e}"
+            distances = " ".join(f"{what} {found[f'worst_{what}']:.1e}" for what in DISTANCES)
             print(f"{name:28s} {kind} {counts}  {distances}  {time.perf_counter() - start:6.1f} s", file=sys.stderr, flush=True)
     parts_of_it = [found for kinds in report.values() for found in kinds.values()]
     total = {key: sum(found[key] for found in parts_of_it) for key in ("equal", "refused")} | {"bad": sum(len(found["bad"]) for found in parts_of_it)}

@@ -4,10 +4,13 @@ Also how one trains in a single process, which is what every parallel run is com
 """
 
 import warnings
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_map
 
 from tests.zoo import MODELS, Case, losses, plain, sequence, state, vision
@@ -16,7 +19,7 @@ with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # what other packages say while they are imported
     from tests.zoo import huggingface
 
-__all__ = ["MODELS", "Case", "cast", "clone", "loss_of", "optimizer_of", "rows_of", "train_plain"]
+__all__ = ["MODELS", "Case", "Trained", "cast", "clone", "loss_of", "optimizer_of", "rows_of", "train", "train_plain"]
 FAMILIES = (plain, losses, vision, sequence, state, huggingface)
 
 
@@ -50,19 +53,46 @@ def optimizer_of(kind: str, model: nn.Module) -> torch.optim.Optimizer:
     """Over what trains: AdamW with weight decay, so that a parameter without gradient is seen to stay, or SGD with momentum, for a state."""
     parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
     if kind == "adamw":
-        return torch.optim.AdamW(parameters, lr=1e-2, weight_decay=0.1)
+        return torch.optim.AdamW(parameters, lr=1e-3, weight_decay=0.1)
     return torch.optim.SGD(parameters, lr=0.05, momentum=0.9)
 
 
-def train_plain(case: Case, kind: str, steps: int = 3) -> tuple[list[float], dict[str, Tensor]]:
-    """Losses and final state of the plain model in this process; step i starts from seed 1000 + i."""
-    model: nn.Module = case["model"].train()
-    optimizer, history = optimizer_of(kind, model), []
-    for step in range(steps):
+@dataclass(frozen=True)
+class Trained:
+    """What a run leaves, as whole tensors: the loss of each step, the gradients of the last one (None where there is none), the final state."""
+
+    losses: list[float]
+    gradients: dict[str, Tensor | None]
+    state: dict[str, Tensor]
+
+
+def whole(gradient: Tensor | None) -> Tensor | None:
+    """A copy of a gradient, joined from all ranks where it is sharded."""
+    if gradient is None:
+        return None
+    return (gradient.full_tensor() if isinstance(gradient, DTensor) else gradient).detach().clone()
+
+
+def train(kind: str, model: nn.Module, step: Callable[[], Tensor], state: Callable[[], dict[str, Tensor]], steps: int = 3) -> Trained:
+    """The user's loop: `step` computes loss and gradients; step i starts from seed 1000 + i."""
+    optimizer, losses, gradients = optimizer_of(kind, model), [], {}
+    for number in range(steps):
         optimizer.zero_grad()
-        torch.manual_seed(1000 + step)
+        torch.manual_seed(1000 + number)
+        losses.append(float(step()))
+        if number == steps - 1:
+            gradients = {name: whole(parameter.grad) for name, parameter in model.named_parameters()}
+        optimizer.step()
+    return Trained(losses, gradients, {name: value.detach().clone() for name, value in state().items()})
+
+
+def train_plain(case: Case, kind: str) -> Trained:
+    """The plain model in this process."""
+    model: nn.Module = case["model"].train()
+
+    def step() -> Tensor:
         loss = loss_of(case, model(*clone(case["args"]), **clone(case["kwargs"])))
         loss.backward()  # type: ignore[no-untyped-call]
-        optimizer.step()
-        history.append(float(loss.detach()))
-    return history, {name: value.detach().clone() for name, value in model.state_dict().items()}
+        return loss.detach()
+
+    return train(kind, model, step, model.state_dict)

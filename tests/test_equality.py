@@ -1,6 +1,6 @@
 """Every model of the zoo on 1 to 4 ranks, over shard levels, checkpointing and micro-batches: after 3 steps it equals the plain model."""
 
-from itertools import combinations
+from itertools import combinations, product
 
 import pytest
 
@@ -50,9 +50,13 @@ def test_random_draws_are_repeated_by_the_same_seed(name: str) -> None:
 def test_the_deal_covers_every_pair_of_settings_and_each_model_sees_every_level() -> None:
     fields = {"ranks": RANKS, "shard": SHARDS, "checkpoint": CHECKPOINTS, "micro_batches": MICRO_BATCHES}
     for first in range(len(NAMES) - 12):
-        hands = [composition for number in range(first, first + 12) for composition in deal(number, 8)]
+        hands = [composition for number in range(first, first + 12) for composition in deal(number, 12)]
         for a, b in combinations(fields, 2):
             assert {(getattr(c, a), getattr(c, b)) for c in hands} == {(x, y) for x in fields[a] for y in fields[b]}, (a, b)
     for number in range(len(NAMES)):
         for field, levels in fields.items():
-            assert {getattr(c, field) for c in deal(number, 8)} == set(levels)
+            assert {getattr(c, field) for c in deal(number, 12)} == set(levels)
+    dealt = [composition for name in EXACT for composition in deal(NAMES.index(name), rows_in(name))]
+    for a, b in combinations(fields, 2):
+        for x, y in product(fields[a], fields[b]):
+            assert sum(getattr(c, a) == x and getattr(c, b) == y for c in dealt) >= 3, (a, x, b, y)

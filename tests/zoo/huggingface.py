@@ -38,7 +38,7 @@ def class_loss(output: Any, targets: Tensor) -> Tensor:
     return F.cross_entropy(output.logits, targets)
 
 
-def language(model: Any, rows: int = 6, length: int = 6, mask: bool = False) -> Case:
+def language(model: Any, rows: int = 12, length: int = 6, mask: bool = False) -> Case:
     ids = torch.randint(3, 40, (rows, length))
     kwargs: Case = {"input_ids": ids}
     if mask:
@@ -64,9 +64,9 @@ def hf_llama() -> Case:
 def hf_bert() -> Case:
     sizes: Case = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 24, "max_position_embeddings": 8}
     off: Case = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
-    made = language(BertForSequenceClassification(BertConfig(vocab_size=41, num_labels=3, **sizes, **off)), rows=7, mask=True)
+    made = language(BertForSequenceClassification(BertConfig(vocab_size=41, num_labels=3, **sizes, **off)), rows=13, mask=True)
     made["kwargs"]["token_type_ids"] = torch.zeros_like(made["kwargs"]["input_ids"])
-    return {**made, "targets": torch.randint(0, 3, (7,)), "loss_fn": class_loss}
+    return {**made, "targets": torch.randint(0, 3, (13,)), "loss_fn": class_loss}
 
 
 @case(fp64=ROUNDED_INSIDE)
@@ -74,16 +74,16 @@ def hf_t5() -> Case:
     sizes: Case = {"d_model": 16, "d_kv": 8, "d_ff": 24, "num_layers": 2, "num_heads": 2}
     config = T5Config(vocab_size=41, dropout_rate=0.0, use_cache=False, decoder_start_token_id=0, **sizes)
     made = language(T5ForConditionalGeneration(config))
-    made["kwargs"]["decoder_input_ids"] = torch.randint(3, 40, (6, 5))
-    return {**made, "targets": torch.randint(3, 40, (6, 5))}
+    made["kwargs"]["decoder_input_ids"] = torch.randint(3, 40, (12, 5))
+    return {**made, "targets": torch.randint(3, 40, (12, 5))}
 
 
 @case()
 def hf_vit() -> Case:
     sizes: Case = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 24, "image_size": 8, "patch_size": 4}
     model = ViTForImageClassification(ViTConfig(num_labels=5, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0, **sizes))
-    images = torch.randn(6, 3, 8, 8)
-    return {"model": model, "args": (), "kwargs": {"pixel_values": images}, "targets": torch.randint(0, 5, (6,)), "loss_fn": class_loss}
+    images = torch.randn(12, 3, 8, 8)
+    return {"model": model, "args": (), "kwargs": {"pixel_values": images}, "targets": torch.randint(0, 5, (12,)), "loss_fn": class_loss}
 
 
 @case(fp64=ROUNDED_INSIDE)

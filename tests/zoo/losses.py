@@ -7,11 +7,11 @@ from torch import Tensor, nn
 from tests.zoo import Case, case, token_loss
 from tests.zoo.plain import Residual, TiedLanguageModel, perceptron
 
-LENGTHS = torch.tensor([6, 1, 0, 0, 3, 6, 5, 2])  # valid tokens of each row: whole shards of the batch have none
+LENGTHS = torch.tensor([6, 1, 0, 0, 0, 0, 3, 6, 5, 2, 6, 1, 4])  # valid tokens of each row: whole shards of the batch have none
 
 
 def tokens() -> Case:
-    return {"model": TiedLanguageModel(), "args": (torch.randint(0, 67, (8, 6)),), "targets": torch.randint(0, 67, (8, 6))}
+    return {"model": TiedLanguageModel(), "args": (torch.randint(0, 67, (13, 6)),), "targets": torch.randint(0, 67, (13, 6))}
 
 
 @case()
@@ -59,8 +59,8 @@ def two_tasks(output: Tensor, targets: tuple[Tensor, Tensor]) -> Tensor:
 
 @case()
 def sum_and_mean() -> Case:
-    targets = (torch.randint(0, 4, (9,)), torch.randn(9))
-    return {"model": perceptron(), "args": (torch.randn(9, 10),), "targets": targets, "loss_fn": two_tasks}
+    targets = (torch.randint(0, 4, (14,)), torch.randn(14))
+    return {"model": perceptron(), "args": (torch.randn(14, 10),), "targets": targets, "loss_fn": two_tasks}
 
 
 def distilled(output: Tensor, targets: Tensor) -> Tensor:
@@ -71,7 +71,7 @@ def distilled(output: Tensor, targets: Tensor) -> Tensor:
 
 @case()
 def distillation() -> Case:
-    return {"model": perceptron(), "args": (torch.randn(8, 10),), "targets": torch.randn(8, 5), "loss_fn": distilled}
+    return {"model": perceptron(), "args": (torch.randn(12, 10),), "targets": torch.randn(12, 5), "loss_fn": distilled}
 
 
 class OwnLoss(nn.Module):
@@ -86,7 +86,7 @@ class OwnLoss(nn.Module):
 
 @case()
 def returns_its_loss() -> Case:
-    ids = torch.randint(0, 40, (8, 7))
+    ids = torch.randint(0, 40, (13, 7))
     return {"model": OwnLoss(), "args": (), "kwargs": {"tokens": ids, "labels": ids.clone()}}
 
 
@@ -102,7 +102,7 @@ class Regularised(nn.Module):
 
 @case()
 def parameter_penalty() -> Case:
-    return {"model": Regularised(), "args": (torch.randn(8, 10), torch.randint(0, 5, (8,)))}
+    return {"model": Regularised(), "args": (torch.randn(12, 10), torch.randint(0, 5, (12,)))}
 
 
 class TwoTowers(nn.Module):
@@ -127,4 +127,4 @@ def contrast_loss(logits: Tensor, targets: None) -> Tensor:
 
 @case(mixes_batch=True)
 def contrastive() -> Case:
-    return {"model": TwoTowers(), "args": (torch.randn(8, 10), torch.randn(8, 6)), "loss_fn": contrast_loss}
+    return {"model": TwoTowers(), "args": (torch.randn(13, 10), torch.randn(13, 6)), "loss_fn": contrast_loss}

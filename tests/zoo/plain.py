@@ -24,7 +24,7 @@ def perceptron(inputs: int = 10, outputs: int = 5, layers: int = 3) -> nn.Sequen
 
 @case()
 def mlp() -> Case:
-    return {"model": perceptron(), "args": (torch.randn(8, 10),), "targets": torch.randint(0, 5, (8,)), "loss_fn": F.cross_entropy}
+    return {"model": perceptron(), "args": (torch.randn(13, 10),), "targets": torch.randint(0, 5, (13,)), "loss_fn": F.cross_entropy}
 
 
 @case()
@@ -59,7 +59,7 @@ class TiedLanguageModel(nn.Module):
 
 @case()
 def tied_language_model() -> Case:
-    return {"model": TiedLanguageModel(), "args": (torch.randint(0, 67, (8, 6)),), "targets": torch.randint(0, 67, (8, 6)), "loss_fn": token_loss}
+    return {"model": TiedLanguageModel(), "args": (torch.randint(0, 67, (13, 6)),), "targets": torch.randint(0, 67, (13, 6)), "loss_fn": token_loss}
 
 
 class KeywordsOnly(nn.Module):
@@ -74,8 +74,8 @@ class KeywordsOnly(nn.Module):
 
 @case()
 def keywords_only() -> Case:
-    kwargs = {"gate": torch.rand(8, 9), "positions": torch.arange(9).expand(8, 9).contiguous(), "tokens": torch.randint(0, 30, (8, 9))}
-    return {"model": KeywordsOnly(), "args": (), "kwargs": kwargs, "targets": torch.randint(0, 30, (8, 9)), "loss_fn": token_loss}
+    kwargs = {"gate": torch.rand(12, 9), "positions": torch.arange(9).expand(12, 9).contiguous(), "tokens": torch.randint(0, 30, (12, 9))}
+    return {"model": KeywordsOnly(), "args": (), "kwargs": kwargs, "targets": torch.randint(0, 30, (12, 9)), "loss_fn": token_loss}
 
 
 class NestedOutput(nn.Module):
@@ -100,7 +100,7 @@ def nested_loss(output: dict[str, Any], targets: Tensor) -> Tensor:
 
 @case()
 def nested_output() -> Case:
-    return {"model": NestedOutput(), "args": (torch.randn(8, 12),), "targets": torch.randint(0, 5, (8,)), "loss_fn": nested_loss}
+    return {"model": NestedOutput(), "args": (torch.randn(13, 12),), "targets": torch.randint(0, 5, (13,)), "loss_fn": nested_loss}
 
 
 class NestedInput(nn.Module):
@@ -120,10 +120,10 @@ class NestedInput(nn.Module):
 
 @case()
 def nested_input() -> Case:
-    sparse = {"day": torch.randint(0, 7, (8,)), "city": torch.randint(0, 10, (8,))}
-    image = (torch.randn(8, 1, 6, 6), torch.rand(1))
-    batch = {"sparse": sparse, "dense": [torch.randn(8, 5) for _ in range(3)], "image": image, "mode": "tanh", "absent": None}
-    return {"model": NestedInput(), "args": (batch, 1.5), "targets": torch.randint(0, 3, (8,)), "loss_fn": F.cross_entropy}
+    sparse = {"day": torch.randint(0, 7, (12,)), "city": torch.randint(0, 10, (12,))}
+    image = (torch.randn(12, 1, 6, 6), torch.rand(1))
+    batch = {"sparse": sparse, "dense": [torch.randn(12, 5) for _ in range(3)], "image": image, "mode": "tanh", "absent": None}
+    return {"model": NestedInput(), "args": (batch, 1.5), "targets": torch.randint(0, 3, (12,)), "loss_fn": F.cross_entropy}
 
 
 class UnusedParameters(nn.Module):
@@ -146,7 +146,7 @@ def first_outputs_loss(outputs: list[Tensor], targets: Tensor) -> Tensor:
 
 @case()
 def unused_parameters() -> Case:
-    return {"model": UnusedParameters(), "args": (torch.randn(8, 10),), "targets": torch.randn(8, 2), "loss_fn": first_outputs_loss}
+    return {"model": UnusedParameters(), "args": (torch.randn(13, 10),), "targets": torch.randn(13, 2), "loss_fn": first_outputs_loss}
 
 
 class LowRank(nn.Module):
@@ -163,7 +163,7 @@ class LowRank(nn.Module):
 def frozen_with_adapters() -> Case:
     blocks = (nn.Sequential(nn.LayerNorm(12), LowRank(12, 24), nn.GELU(), LowRank(24, 12)) for _ in range(2))
     model = nn.Sequential(nn.Embedding(30, 12).requires_grad_(False), *blocks, nn.Linear(12, 30))
-    return {"model": model, "args": (torch.randint(0, 30, (8, 5)),), "targets": torch.randint(0, 30, (8, 5)), "loss_fn": token_loss}
+    return {"model": model, "args": (torch.randint(0, 30, (14, 5)),), "targets": torch.randint(0, 30, (14, 5)), "loss_fn": token_loss}
 
 
 class SequenceFirst(nn.Module):
@@ -183,7 +183,7 @@ class SequenceFirst(nn.Module):
 
 @case(batch_dim=1)
 def sequence_first() -> Case:
-    return {"model": SequenceFirst(), "args": (torch.randint(0, 30, (6, 8)),), "targets": torch.randint(0, 30, (6, 8)), "loss_fn": token_loss}
+    return {"model": SequenceFirst(), "args": (torch.randint(0, 30, (6, 12)),), "targets": torch.randint(0, 30, (6, 12)), "loss_fn": token_loss}
 
 
 class MaskedAttention(nn.Module):
@@ -213,6 +213,6 @@ class SharedMask(nn.Module):
 
 @case()
 def mask_as_long_as_the_batch() -> Case:
-    tokens, mask = torch.randint(0, 30, (6, 6)), torch.ones(6, 6, dtype=torch.bool).tril()[None, None]
-    kwargs = {"mask": mask, "positions": torch.randn(6, 16) * 0.1}
-    return {"model": SharedMask(), "args": (tokens,), "kwargs": kwargs, "targets": torch.randint(0, 30, (6, 6)), "loss_fn": token_loss}
+    tokens, mask = torch.randint(0, 30, (12, 12)), torch.ones(12, 12, dtype=torch.bool).tril()[None, None]
+    kwargs = {"mask": mask, "positions": torch.randn(12, 16) * 0.1}
+    return {"model": SharedMask(), "args": (tokens,), "kwargs": kwargs, "targets": torch.randint(0, 30, (12, 12)), "loss_fn": token_loss}

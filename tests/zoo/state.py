@@ -37,7 +37,7 @@ class RunningMean(nn.Module):
 
 @case(mixes_batch=True)
 def running_mean() -> Case:
-    return {"model": RunningMean(), "args": (torch.randn(8, 10),), "targets": torch.randint(0, 5, (8,)), "loss_fn": F.cross_entropy}
+    return {"model": RunningMean(), "args": (torch.randn(13, 10),), "targets": torch.randint(0, 5, (13,)), "loss_fn": F.cross_entropy}
 
 
 class InPlace(nn.Module):
@@ -78,7 +78,7 @@ class MovingTarget(nn.Module):
 
 @case()
 def stop_gradient() -> Case:
-    return {"model": MovingTarget(), "args": (torch.randn(8, 10), torch.randn(8, 10))}
+    return {"model": MovingTarget(), "args": (torch.randn(13, 10), torch.randn(13, 10))}
 
 
 class MixedPrecision(nn.Module):
@@ -96,19 +96,19 @@ class MixedPrecision(nn.Module):
 
 @case(fp32=2e-2)  # gradients of weights are summed over the batch in bfloat16, which carries three digits
 def autocast_region() -> Case:
-    return {"model": MixedPrecision(), "args": (torch.randint(0, 30, (8, 5)),), "targets": torch.randint(0, 30, (8, 5)), "loss_fn": token_loss}
+    return {"model": MixedPrecision(), "args": (torch.randint(0, 30, (12, 5)),), "targets": torch.randint(0, 30, (12, 5)), "loss_fn": token_loss}
 
 
 @case()
 def spectral_norm() -> Case:
     layers = (parametrizations.spectral_norm(nn.Linear(10, 12)), nn.ReLU(), parametrizations.spectral_norm(nn.Linear(12, 5)))
-    return {"model": nn.Sequential(*layers), "args": (torch.randn(8, 10),), "targets": torch.randint(0, 5, (8,)), "loss_fn": F.cross_entropy}
+    return {"model": nn.Sequential(*layers), "args": (torch.randn(13, 10),), "targets": torch.randint(0, 5, (13,)), "loss_fn": F.cross_entropy}
 
 
 @case()
 def weight_norm() -> Case:
     layers = (parametrizations.weight_norm(nn.Linear(10, 12)), nn.Tanh(), parametrizations.weight_norm(nn.Linear(12, 5)))
-    return {"model": nn.Sequential(*layers), "args": (torch.randn(8, 10),), "targets": torch.randint(0, 5, (8,)), "loss_fn": F.cross_entropy}
+    return {"model": nn.Sequential(*layers), "args": (torch.randn(13, 10),), "targets": torch.randint(0, 5, (13,)), "loss_fn": F.cross_entropy}
 
 
 class Dropping(nn.Module):
@@ -128,4 +128,4 @@ class Dropping(nn.Module):
 
 @case(random=True)
 def dropout() -> Case:
-    return {"model": Dropping(), "args": (torch.randint(0, 30, (8, 5)),), "targets": torch.randint(0, 30, (8, 5)), "loss_fn": token_loss}
+    return {"model": Dropping(), "args": (torch.randint(0, 30, (12, 5)),), "targets": torch.randint(0, 30, (12, 5)), "loss_fn": token_loss}
