@@ -112,13 +112,20 @@ def _sink(units: list[Unit], inputs: dict[fx.Node, Input]) -> list[Unit]:
                 (target,) = users
                 if target > at and units[target].family is None:
                     goal[op] = target
+    check = list(goal)
+    while check:  # what stays makes others stay: those it is made from and those made from it
+        op = check.pop()
+        if op not in goal:
+            continue
+        inputs_move = all(n not in fixed and (n not in home or goal.get(n) == goal[op]) for n in op.all_input_nodes)
+        if not inputs_move or any(goal.get(user, home.get(user)) != goal[op] for user in op.users):
+            del goal[op]
+            check += [n for n in (*op.all_input_nodes, *op.users) if n in goal]
     moved: dict[int, list[fx.Node]] = {}
     for unit in units:
         for op in unit.ops:
-            if op in goal and all(n not in fixed and (n not in home or (goal.get(n) == goal[op])) for n in op.all_input_nodes):
+            if op in goal:
                 moved.setdefault(goal[op], []).append(op)
-            else:
-                goal.pop(op, None)
     moved = {at: ops for at, ops in moved.items() if len(ops) <= _MOST_SUNK}
     gone = {op for ops in moved.values() for op in ops}
     for at, unit in enumerate(units):

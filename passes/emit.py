@@ -15,6 +15,7 @@ from torch import Tensor, fx
 from partitioner.errors import CaptureError
 from partitioner.passes.block import BlockClass, BlockFunction, Bytes
 from partitioner.passes.liveness import footprint, schedule
+from partitioner.passes.reuse import reuse
 from partitioner.passes.split import BackwardGraph, ForwardGraph
 from partitioner.passes.unify import is_number
 
@@ -34,9 +35,10 @@ def emit(cls: BlockClass, forward: ForwardGraph, backward: BackwardGraph | None,
     if not name.isidentifier():
         raise CaptureError(f"{name!r} is no Python name; give the block function a name such as block_0")
     ops: dict[str, str] = {}
-    parts = [_function(f"{name}_forward", forward.graph, ops, _forward_title(cls, forward))]
-    if backward is not None:
-        parts.append(_function(f"{name}_backward", backward.graph, ops, _backward_title(cls, backward)))
+    forward_graph, backward_graph = reuse(forward.graph), None if backward is None else reuse(backward.graph)
+    parts = [_function(f"{name}_forward", forward_graph, ops, _forward_title(cls, forward))]
+    if backward is not None and backward_graph is not None:
+        parts.append(_function(f"{name}_backward", backward_graph, ops, _backward_title(cls, backward)))
     source = _file(ops, parts)
     ahead, back = compile_source(source, name)
     return BlockFunction(
@@ -48,8 +50,8 @@ def emit(cls: BlockClass, forward: ForwardGraph, backward: BackwardGraph | None,
         saved=backward.saved if backward is not None else (),
         tangents=backward.tangents if backward is not None else (),
         gradients=backward.gradients if backward is not None else (),
-        forward_footprint=footprint(forward.graph),
-        backward_footprint=footprint(backward.graph) if backward is not None else None,
+        forward_footprint=footprint(forward_graph),
+        backward_footprint=None if backward_graph is None else footprint(backward_graph),
     )
 
 

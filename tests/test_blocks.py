@@ -319,3 +319,25 @@ def test_transformers_fold(family: str) -> None:
     torch.testing.assert_close(results[0], loss)
     for name, parameter in model.named_parameters():
         torch.testing.assert_close(gradients[f"model.{name}"], parameter.grad)
+
+
+def test_every_value_is_written_before_it_is_read() -> None:
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a, self.b, self.c = (nn.Linear(6, 6) for _ in range(3))
+
+        def forward(self, x: Tensor, mask: Tensor) -> Tensor:
+            late = torch.arange(6.0).mul(2.0)  # moves to its one user
+            y = self.a(x)
+            early = x.exp() + y  # x.exp() cannot move without what it meets
+            z = self.b(early.sigmoid().sin().cos().tanh())
+            hidden = mask.logical_not().float()
+            return self.c(z * hidden).add(late) * hidden  # type: ignore[no-any-return]
+
+    blocks = cut(captured(Net(), (torch.randn(2, 6), torch.ones(2, 6, dtype=torch.bool)), squares)[0])
+    assert len(blocks.blocks) > 1
+    known: set[str] = set()
+    for block in blocks.blocks:
+        assert {p.name for p in block.reads if p.kind == "value"} <= known
+        known |= set(block.writes)
