@@ -20,6 +20,10 @@ class SizeError(PartitionerError):
     """A formula was asked for sizes that the captured graph does not have or cannot take."""
 
 
+class PlacementError(PartitionerError):
+    """The verifier found a placed graph that would not compute what one device computes; names the op and its placements."""
+
+
 class ConstraintError(PartitionerError):
     """A user constraint is unknown, malformed, or contradicts another one."""
 

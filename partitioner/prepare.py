@@ -3,7 +3,7 @@
     Graph → dims → batch → place → blocks → (per class, on demand) joint → (per saved set, on demand) BlockFunction
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
@@ -11,13 +11,14 @@ from typing import Any
 from torch import Tensor, fx
 
 from partitioner.errors import BatchError, PlanError
-from partitioner.passes.batch import Batch, infer, told
+from partitioner.passes.batch import Batch, Fit, infer, told
 from partitioner.passes.block import BlockClass, BlockFunction, Blocks, Port
 from partitioner.passes.blocks import cut as cut_blocks
 from partitioner.passes.differentiate import Joint, differentiate
 from partitioner.passes.dims import Cut, analyse
 from partitioner.passes.emit import emit
 from partitioner.passes.graph import Graph
+from partitioner.passes.own_rows import pair_rows
 from partitioner.passes.place import Placed, place, unplaced
 from partitioner.passes.remat_encode import communications, draws, encode
 from partitioner.passes.rematerialize import Point, frontier, price
@@ -174,14 +175,18 @@ def prepare(graph: Graph, *, batch_dim: Any, ranks: int, in_time: bool, seconds:
     if ranks == 1 and not in_time:
         placed = unplaced(graph)
     else:
+        graph = pair_rows(graph)
         dims = analyse(graph)
         tried: dict[int, Placed] = {}
 
-        def mixing(candidate: Batch) -> int:
+        def fit(candidate: Batch) -> Fit:
             tried[candidate.atom] = place(graph, dims, candidate, AXIS)
-            return tried[candidate.atom].mixing
+            return tried[candidate.atom].fit
 
-        batch = infer(graph, dims, mixing) if isinstance(batch_dim, str) else told(graph, dims, batch_dim)
+        if isinstance(batch_dim, Mapping):
+            batch = told(graph, dims, batch_dim)
+        else:
+            batch = infer(graph, dims, fit, batch_dim if isinstance(batch_dim, int) else None)
         if batch is not None and batch.total < ranks:
             batch = None  # fewer rows than ranks: every rank computes all of them and counts its share
         placed = tried[batch.atom] if batch is not None and batch.atom in tried else place(graph, dims, batch, AXIS)

@@ -1,14 +1,14 @@
 """Which atom of the inputs is the batch: told by the user, or inferred by trying.
 
-Candidates are the atoms of dim 0 of the input leaves (the one that most leaves carry first), then those of dim 1. The first that can be cut
-without gathering any value and without a collective beyond the loss is the batch; a sequence-first model is told from a batch-first one
-because attention mixes the sequence. Where every candidate mixes (contrastive losses, BatchNorm), dim 0 is the batch, as everywhere in torch.
+Candidates are the atoms of dim 0 of the input leaves (the one that most leaves carry first), then those of dim 1; a dim that parameters have, as
+features do, comes last. The first whose cut mixes nothing is the batch; a sequence-first model is told from a batch-first one because attention
+mixes the sequence. Where every candidate mixes (contrastive losses, BatchNorm), it is the one whose cut spares the ranks most work, and among
+equals that of dim 0, as everywhere in torch.
 """
 
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import fx
@@ -17,7 +17,8 @@ from partitioner.errors import BatchError
 from partitioner.passes.dims import Cut, Dims
 from partitioner.passes.graph import Graph
 
-LOST = 1_000_000  # a cut that the loss does not see mixes this much
+MOST = 16  # candidates tried per dim
+LOST = 0.95  # a cut that leaves this share of the work whole spares nothing
 
 
 @dataclass(frozen=True)
@@ -27,6 +28,15 @@ class Batch:
     atom: int
     total: int
     cuts: Mapping[str, Cut]
+
+
+@dataclass(frozen=True)
+class Fit:
+    """How a cut fits the model: `whole` is the share of the work on inputs that every rank does whole, `mixed` counts the values that are
+    gathered or summed before the loss."""
+
+    whole: float
+    mixed: int
 
 
 def _leaves(graph: Graph) -> list[tuple[str, fx.Node]]:
@@ -42,68 +52,110 @@ def _batch(graph: Graph, dims: Dims, atom: int) -> Batch:
     return Batch(atom, dims.sizes((atom,)), cuts)
 
 
-def candidates(graph: Graph, dims: Dims) -> list[Batch]:
-    """Batches worth trying, most likely first."""
-    found: list[int] = []
-    for position in (0, 1):
-        votes: Counter[int] = Counter()
-        for _, node in _leaves(graph):
-            shape = dims.shape(node) or ()
-            if len(shape) > position and shape[position]:
-                votes[shape[position][0]] += 1
-        found.extend(atom for atom, _ in votes.most_common(16) if atom not in found)
-    return [_batch(graph, dims, atom) for atom in found]
+def _voted(graph: Graph, dims: Dims, position: int) -> Iterator[int]:
+    """Atoms of this dim of the leaves: major ones first (the batch of a merged (batch·time)), by the number of leaves."""
+    votes: Counter[int] = Counter()
+    for _, node in _leaves(graph):
+        shape = dims.shape(node) or ()
+        if -len(shape) <= position < len(shape):
+            for rank, atom in enumerate(shape[position]):
+                votes[atom] += 1000 if rank == 0 else 1
+    yield from (atom for atom, _ in votes.most_common(MOST))
 
 
-def told(graph: Graph, dims: Dims, batch_dim: Any) -> Batch | None:
-    """The batch as the user says it: an int for every leaf that has the batch, or a mapping path -> int | None.
+def candidates(graph: Graph, dims: Dims, dim: int | None = None) -> list[Batch]:
+    """Batches worth trying, most likely first; with `dim`, those that every leaf which has them carries there."""
+    positions = (0, 1) if dim is None else (dim,)
+    atoms: dict[int, None] = {}
+    for position in positions:
+        if position == 0 or atoms or dim is not None:  # where no leaf has more than one row, the batch is that row
+            atoms.update(dict.fromkeys(_voted(graph, dims, position)))
+    found = [_batch(graph, dims, atom) for atom in atoms]
+    return found if dim is None else [batch for batch in found if all(_at(graph, name, dim) == cut.dim for name, cut in batch.cuts.items())]
 
-    Raises BatchError where leaves contradict each other or the graph's own relations.
+
+def _at(graph: Graph, leaf: str, dim: int) -> int | None:
+    """A dim of a leaf, counted from the front; None where it has no such dim."""
+    rank = next(node.meta["val"].dim() for name, node in _leaves(graph) if name == leaf)
+    return dim % rank if -rank <= dim < rank else None
+
+
+def infer(graph: Graph, dims: Dims, fit: Callable[[Batch], Fit], dim: int | None = None) -> Batch | None:
+    """The batch, found by trying `fit` on candidates (place.Placed.fit); `dim` is the user's word for where it is in every leaf that has it.
+
+    None where no cut would spare any work: every rank computes the whole batch. Raises BatchError where `dim` contradicts the graph.
     """
-    leaves = _leaves(graph)
-    wanted: dict[str, int | None] = {}
-    for name, node in leaves:
-        dim = batch_dim if isinstance(batch_dim, int) else batch_dim.get(name)
-        if dim is None:
-            wanted[name] = None
-            continue
-        rank = node.meta["val"].dim()
-        if not -rank <= dim < rank:
-            if isinstance(batch_dim, int):
-                continue
-            raise BatchError(f"batch_dim says dim {dim} of {name}, which has shape {tuple(node.meta['val'].shape)}; give a dim of it or None")
-        wanted[name] = dim % rank
-    anchor = next(((name, node) for name, node in leaves if wanted.get(name) is not None), None)
-    if anchor is None:
-        return None
-    shape = dims.shape(anchor[1]) or ()
-    atoms = shape[wanted[anchor[0]]] if shape else ()  # type: ignore[index]
-    if not atoms:
-        return None
-    batch = _batch(graph, dims, atoms[0])
-    if not isinstance(batch_dim, int):
-        for name, dim in wanted.items():
-            cut = batch.cuts.get(name)
-            if (cut.dim if cut else None) != dim:
-                says = "no batch dim" if cut is None else f"the batch in dim {cut.dim}"
-                raise BatchError(f"batch_dim says {dim} for {name}, but the way the model uses it gives it {says}; leave batch_dim='auto' or correct it")
-    return batch
-
-
-def infer(graph: Graph, dims: Dims, mixing: Callable[[Batch], int]) -> Batch | None:
-    """The first candidate that mixes nothing. Where all mix: of those of dim 0 the one that mixes least, else of all.
-
-    `mixing(batch)` says how badly cutting it fits the model (see place.Placed.mixing).
-    """
-    scores: list[tuple[bool, int, int]] = []
-    tried = candidates(graph, dims)
-    for at, batch in enumerate(tried):
-        score = mixing(batch)
-        if score == 0:
+    tried = candidates(graph, dims, dim)
+    if not tried and dim is not None:
+        _refuse(graph, dims, dim)
+    features = _of_parameters(graph, dims)
+    behind = [b for b in tried if b.atom in features and (dim is not None or all(cut.dim == 0 for cut in b.cuts.values()))]
+    for group in ([b for b in tried if b.atom not in features], behind):
+        batch = _best(group, fit, LOST if dim is None else 2.0)
+        if batch is not None:
             return batch
-        lost, first = score >= LOST, all(cut.dim == 0 for cut in batch.cuts.values())
-        scores.append((lost, 0 if first else 1, score * 1000 + at))
-    if not scores:
+    return None
+
+
+def _best(group: list[Batch], fit: Callable[[Batch], Fit], lost: float) -> Batch | None:
+    """The first that mixes nothing, else the one that leaves least work whole; None where that is too much."""
+    best: tuple[tuple[float, bool, int], Batch] | None = None
+    for batch in group:
+        found = fit(batch)
+        if found.mixed == 0 and found.whole <= lost / 2:
+            return batch
+        key = (round(found.whole, 1), any(cut.dim != 0 for cut in batch.cuts.values()), found.mixed)
+        if found.whole < lost and (best is None or key < best[0]):
+            best = key, batch
+    return None if best is None else best[1]
+
+
+def _of_parameters(graph: Graph, dims: Dims) -> set[int]:
+    """Atoms of the dims of parameters."""
+    parameters = [node for node, given in zip(graph.placeholders, graph.inputs, strict=True) if given.kind == "parameter"]
+    return {atom for node in parameters for dim in dims.shape(node) or () for atom in dim}
+
+
+def _refuse(graph: Graph, dims: Dims, dim: int) -> None:
+    """Say which leaves contradict each other; return where none has a batch to speak of (a single row)."""
+    for atom in _voted(graph, dims, dim):
+        cuts = _batch(graph, dims, atom).cuts
+        here = [name for name, cut in cuts.items() if _at(graph, name, dim) == cut.dim]
+        for name, cut in cuts.items():
+            if _at(graph, name, dim) != cut.dim:
+                raise BatchError(
+                    f"batch_dim={dim}, but the way the model uses them, dim {dim} of {here[0]} is dim {cut.dim} of {name}; "
+                    "leave batch_dim='auto', or give a tree like the inputs with the dim of each"
+                )
+
+
+def told(graph: Graph, dims: Dims, batch_dim: Mapping[str, int | None]) -> Batch | None:
+    """The batch as the user says it: leaf path -> dim, or None where a leaf has no batch; a leaf that is not named is left to the graph.
+
+    None where no leaf has a batch, or it is a single row. Raises BatchError where leaves contradict each other or the graph's own relations.
+    """
+    leaves = dict(_leaves(graph))
+    wanted: dict[str, int | None] = {}
+    for name, node in leaves.items():
+        if name in batch_dim:
+            said = batch_dim[name]
+            wanted[name] = None if said is None else _at(graph, name, said)
+            if said is not None and wanted[name] is None:
+                raise BatchError(f"batch_dim says dim {said} of {name}, which has shape {tuple(node.meta['val'].shape)}; give a dim of it or None")
+    anchors = [(name, at) for name, at in wanted.items() if at is not None and leaves[name].meta["val"].shape[at] != 1]
+    if not anchors:
         return None
-    lost, _, which = min(scores)
-    return None if lost else tried[which % 1000]
+    first, at = anchors[0]
+    problems = []
+    for atom in (dims.shape(leaves[first]) or ())[at]:
+        batch = _batch(graph, dims, atom)
+        wrong = next((name for name, dim in wanted.items() if dim != (batch.cuts[name].dim if name in batch.cuts else None)), None)
+        if wrong is None:
+            return batch
+        problems.append((wrong, batch))
+    wrong, batch = problems[0]
+    has = f"the batch in dim {batch.cuts[wrong].dim}" if wrong in batch.cuts else "no batch dim"
+    raise BatchError(
+        f"batch_dim says {batch_dim[wrong]} for {wrong}, but the way the model uses it gives it {has}, where dim {at} of {first} is the batch "
+        f"({batch.total} rows); leave batch_dim='auto' or correct it"
+    )

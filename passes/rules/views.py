@@ -155,9 +155,9 @@ def repeat(call: Call) -> OpDims | None:
     """A dim of size n repeated r times is (r, n). Copies of a dim of size 1, or of a new dim, may be cut; others are whole (see sizes.py)."""
     labels = Labels()
     shape = call.shape("self")
-    times = call["repeats"] if "repeats" in call.values else call["dims"]
-    rank = max(len(shape), len(times))
-    shape, times = (1,) * (rank - len(shape)) + shape, (1,) * (rank - len(times)) + tuple(times)
+    rank = len(call.out.shape)
+    shape = (1,) * (rank - len(shape)) + shape
+    times = [after // before if before else 1 for after, before in zip(call.out.shape, shape, strict=True)]
     mine = labels.of(shape)
     out = [(*labels.new(count, whole=size != 1), *dim) for count, size, dim in zip(times, shape, mine, strict=True)]
     return _unary(call, labels, mine[rank - len(call.shape("self")) :], out)

@@ -1,0 +1,79 @@
+"""Batch sums that depend on inputs alone (the count of valid tokens) go to a *prologue* graph over the whole share of a rank.
+
+Micro-batches, which cut the batch in time, then see such a sum as a constant.
+"""
+
+from dataclasses import replace
+
+import torch
+from torch import fx
+
+from partitioner.passes.collectives import collective_ops
+from partitioner.passes.dims import Cut
+from partitioner.passes.graph import Graph, Input, Output
+from partitioner.passes.placement import REPLICATE
+
+_random = torch.ops.partitioner.random.default
+Cuts = list[Cut | None]
+
+
+def hoist(graph: Graph, cuts: Cuts) -> tuple[Graph | None, Graph, Cuts]:
+    """The prologue (None where there is nothing to hoist), the graph without it, and how the graph's inputs are cut."""
+    described = dict(zip(graph.placeholders, graph.inputs, strict=True))
+    cut_of = dict(zip(graph.placeholders, cuts, strict=True))
+    chosen = _of_inputs_alone(graph, described)
+    if not chosen:
+        return None, graph, cuts
+    values: dict[fx.Node, fx.Node] = {}
+    main = graph.module.graph
+    first = next(n for n in main.nodes if n.op != "placeholder" or described[n].kind == "scalar")
+    early, env = _copy(graph, described, chosen)
+    for number, node in enumerate(chosen):
+        name = f"prologue.{number}"
+        with main.inserting_before(first):
+            value = values[node] = main.placeholder(name.replace(".", "_"))
+        value.meta.update(val=node.meta["val"], placement=REPLICATE)
+        node.replace_all_uses_with(value)
+        described[value], cut_of[value] = Input("prologue", name), None
+    main.eliminate_dead_code()
+    for node in [n for n in graph.placeholders if not n.users and described[n].kind in ("input", "constant", "scalar", "prologue")]:
+        main.erase_node(node)
+    graph.module.recompile()
+    wanted = {node: described[value] for node, value in values.items() if value.users}
+    early.output([env[node] for node in wanted])
+    early.eliminate_dead_code()
+    prologue = graph.with_module(
+        fx.GraphModule(torch.nn.Module(), early),
+        inputs=tuple(described[node] for node in env if node.op == "placeholder"),
+        outputs=tuple(Output("prologue", given.name) for given in wanted.values()),
+    )
+    left = replace(graph, inputs=tuple(described[n] for n in graph.placeholders))
+    return prologue.check(), left, [cut_of[n] for n in graph.placeholders]
+
+
+def _of_inputs_alone(graph: Graph, described: dict[fx.Node, Input]) -> list[fx.Node]:
+    """Collectives of values that depend on nothing but inputs."""
+    alone: set[fx.Node] = set()
+    for node in graph.module.graph.nodes:
+        if node.op == "placeholder":
+            if described[node].kind in ("input", "constant") or described[node].name in ("rows", "start"):
+                alone.add(node)
+        elif node.op == "call_function" and node.target is not _random and all(a in alone for a in node.all_input_nodes):
+            alone.add(node)
+    return [n for n in graph.module.graph.nodes if n in alone and n.target in collective_ops()]
+
+
+def _copy(graph: Graph, described: dict[fx.Node, Input], chosen: list[fx.Node]) -> tuple[fx.Graph, dict[fx.Node, fx.Node]]:
+    """A graph that computes these nodes, without an output yet."""
+    needed = {node for node, given in described.items() if given.name == "rows"}
+    stack = list(chosen)
+    while stack:
+        node = stack.pop()
+        if node not in needed:
+            needed.add(node)
+            stack.extend(node.all_input_nodes)
+    early, env = fx.Graph(), dict[fx.Node, fx.Node]()
+    for node in graph.module.graph.nodes:
+        if node in needed:
+            env[node] = early.node_copy(node, env.__getitem__)
+    return early, env
