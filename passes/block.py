@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 
 from torch import Tensor, fx
 
-from partitioner.passes.graph import InputKind, OutputKind
+from partitioner.passes.graph import InputKind
 
 
 @dataclass(frozen=True)
@@ -22,7 +22,8 @@ class BlockClass:
 
     `module`'s placeholders are the reads in order and its output is the flat tuple of the writes. `wants[i]` tells whether read i
     gets a gradient, `tangents` lists the indices of the writes through which a gradient comes back. `scalars` maps the index of a read
-    of kind "scalar" to its name (rows, start, key_local, key_shared, share).
+    of kind "scalar" to its name (rows, start, key_local, key_shared, share). Tensor placeholders carry meta "val" (at the global shape), "cut" (dim,
+    outer, inner; absent: not cut over the batch) and "kind" (of the port). A class that reads a cut tensor always reads the scalar `rows` too.
     """
 
     name: str
@@ -93,6 +94,7 @@ class BlockFunction:
     backward(arguments) takes [saved…, tangents…] in a list that it empties and returns the gradients of `gradients` (indices of reads).
     A saved "read" of kind parameter is fetched again by the caller, never kept by forward. Scalars that backward needs are saved reads.
     Returned gradients own their storage (no two alias, none aliases an argument). `backward` is None where nothing needs a gradient.
+    Values that cross blocks, inputs, tangents and gradients are contiguous; the caller makes its inputs and the gradients it starts from so.
     `source` is both functions as Python text; the callables are made from that text and nothing else.
     """
 

@@ -13,6 +13,7 @@ from torch import Tensor, fx
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from partitioner.passes.graph import Graph
+from partitioner.passes.recurrent import opaque
 
 Reach = tuple[bool, ...]
 """Per result of an op: does it depend differentiably on one input?"""
@@ -55,8 +56,10 @@ class _Probe:
             for one in inputs:
                 val = one.meta["val"]
                 env[one] = torch.empty_strided(val.shape, val.stride(), dtype=val.dtype, device=val.device, requires_grad=one is source)
+            args, kwargs = fx.node.map_arg(node.args, env.__getitem__), fx.node.map_arg(node.kwargs, env.__getitem__)
             try:
-                out = node.target(*fx.node.map_arg(node.args, env.__getitem__), **fx.node.map_arg(node.kwargs, env.__getitem__))  # type: ignore[operator]
+                out: Any = opaque(node.target, args, kwargs)
+                out = node.target(*args, **kwargs) if out is None else out  # type: ignore[operator]
             except RuntimeError:  # no fake form in these shapes: any floating point result may depend on it
                 return tuple(_differentiable(v) for v in _results(node.meta["val"]))
             return tuple(isinstance(v, Tensor) and v.requires_grad for v in _results(out))
