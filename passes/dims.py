@@ -42,6 +42,7 @@ class Dims:
         self._size: list[int] = []
         self._link: list[Atoms | None] = []  # None: a root; otherwise what this atom stands for
         self._shapes: dict[fx.Node, tuple[Shape | None, ...]] = {}
+        self._labels: dict[fx.Node, dict[str, Atoms]] = {}
 
     # --- atoms -------------------------------------------------------------------------------------------------
 
@@ -68,6 +69,11 @@ class Dims:
                 links[a] = link  # path compression
                 out.extend(link)
         return tuple(out)
+
+    @property
+    def atoms(self) -> Atoms:
+        """All atoms that stand for nothing else."""
+        return tuple(atom for atom, link in enumerate(self._link) if link is None)
 
     def sizes(self, atoms: Atoms) -> int:
         return prod(self._size[a] for a in atoms)
@@ -104,6 +110,10 @@ class Dims:
         if shapes is None or result >= len(shapes) or shapes[result] is None:
             return None
         return tuple(self.roots(dim) for dim in shapes[result])  # type: ignore[union-attr]
+
+    def labels(self, node: fx.Node) -> dict[str, Atoms]:
+        """The labels of the op's description (see rules/describe.py) as products of atoms; empty for an op without rule."""
+        return {label: self.roots(atoms) for label, atoms in self._labels.get(node, {}).items()}
 
     def cut(self, node: fx.Node, atom: int, result: int = 0) -> Cut | None:
         """Where this value carries the atom; None if it does not."""
@@ -162,6 +172,7 @@ class Dims:
                         labels[label] = self.fresh(rule.sizes[label])
             made.append(tuple(tuple(a for label in name for a in labels[label]) for name in names))
         self._shapes[node] = tuple(made)
+        self._labels[node] = labels
 
     def _fresh_shapes(self, results: tuple[object, ...]) -> tuple[Shape | None, ...]:
         return tuple(tuple(self.fresh(int(s)) for s in r.shape) if isinstance(r, torch.Tensor) else None for r in results)

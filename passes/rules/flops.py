@@ -10,6 +10,7 @@ from partitioner.passes.rules.conv import CONVOLUTIONS, convolution_dims, is_tra
 from partitioner.passes.rules.describe import OpDims
 from partitioner.passes.rules.einsum import steps
 from partitioner.passes.rules.labels import ZERO, product
+from partitioner.passes.rules.rnn import CELLS, RECURRENT, cell_backward_flops, recurrent_backward_flops
 
 _CONVOLUTIONS = {f"aten::{name.split('.')[0]}" for name in CONVOLUTIONS}
 _ADDED = frozenset(("aten::linear", "aten::addmm", "aten::baddbmm"))
@@ -19,7 +20,8 @@ def backward_flops_of(call: Call, dims: OpDims, needs: Sequence[bool] | None = N
     """FLOPs of the gradients of the tensor arguments marked in `needs`; None marks every floating-point argument.
 
     A product costs its forward again for each factor that wants a gradient, a bias nothing. A convolution likewise, but the gradient of its
-    weight multiplies over the positions of the result (of the input when transposed). Attention computes all three gradients together.
+    weight multiplies over the positions of the result (of the input when transposed). Attention computes all three gradients together. A recurrent
+    layer is counted as its products, which the counter sees where no fused kernel runs it.
     """
     if needs is None:
         needs = [place.spec.dtype.is_floating_point for place in call.places]
@@ -35,6 +37,10 @@ def backward_flops_of(call: Call, dims: OpDims, needs: Sequence[bool] | None = N
         return ZERO
     if name in _CONVOLUTIONS:
         return _convolution(call, dims, wanting)
+    if name in RECURRENT:
+        return recurrent_backward_flops(call, dims, needs)
+    if name in CELLS:
+        return cell_backward_flops(call, dims, needs)
     if name == "aten::einsum":
         # Each pair's product costs once more for its right operand, and for the joint left one if any operand in it wants a gradient.
         return sum((step * (int(needs[k + 1]) + int(any(needs[: k + 1]))) for k, step in enumerate(steps(call))), ZERO)
