@@ -124,8 +124,16 @@ def plain(name: str, kind: Kind) -> Trained:
     return train_plain(cast(MODELS[name](), kind.dtype), kind.optimizer)
 
 
-def distance(expected: Mapping[str, Tensor | None], found: Mapping[str, Tensor | None]) -> tuple[float, str]:
-    """The largest relative difference of two sets of tensors and the name it is at; infinite where a name, a None, a shape or a dtype differs."""
+def noise_floor(gradients: Mapping[str, Tensor | None]) -> float:
+    """Below a tenth of the model's largest gradient, compare absolutely: a gradient that is truly zero is the rounding of terms that are not."""
+    return max([SMALLEST, *(0.1 * g.abs().max().item() for g in gradients.values() if g is not None and g.numel())])
+
+
+def distance(expected: Mapping[str, Tensor | None], found: Mapping[str, Tensor | None], smallest: float = SMALLEST) -> tuple[float, str]:
+    """The largest difference of two sets of tensors, relative to the tensor's own size but at least `smallest`, and the name it is at.
+
+    Infinite where a name, a None, a shape or a dtype differs.
+    """
     if expected.keys() != found.keys():
         return inf, f"names {sorted(expected.keys() ^ found.keys())}"
     worst, where = 0.0, ""
@@ -139,7 +147,7 @@ def distance(expected: Mapping[str, Tensor | None], found: Mapping[str, Tensor |
             return inf, f"{name} is {have.dtype}{list(have.shape)}, expected {want.dtype}{list(want.shape)}"
         if not want.numel():
             continue
-        gap = (have.double() - want.double()).abs().max().item() / max(SMALLEST, want.double().abs().max().item())
+        gap = (have.double() - want.double()).abs().max().item() / max(smallest, want.double().abs().max().item())
         if not gap <= worst:  # a NaN is worse than anything
             worst, where = gap if gap == gap else inf, name
     return worst, where
@@ -152,7 +160,8 @@ def compare(name: str, kind: Kind, composition: Composition) -> Verdict:
     if any(other.losses != losses for other in results):
         return Verdict(loss=inf, where=f"ranks report different losses: {[other.losses for other in results]}")
     loss = max(abs(a - b) / max(SMALLEST, abs(b)) for a, b in zip(losses, expected.losses, strict=True))
-    gradient, first = max((distance(expected.gradients, found.gradients) for found in results), key=lambda pair: pair[0])
+    floor = noise_floor(expected.gradients)
+    gradient, first = max((distance(expected.gradients, found.gradients, floor) for found in results), key=lambda pair: pair[0])
     state, second = max((distance(expected.state, found.state) for found in results), key=lambda pair: pair[0])
     return Verdict(loss if loss == loss else inf, gradient, state, f"gradient of {first}, state {second}")
 
