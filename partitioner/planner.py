@@ -25,12 +25,14 @@ from partitioner.runtime.optimizer_bytes import planned_bytes
 from partitioner.runtime.program import Program, Shard, Unit
 from partitioner.runtime.simulator import Simulation, simulate
 from partitioner.runtime.unit_bytes import UnitBytes
-from partitioner.solver import Option, Problem, Run, Solution, solve
+from partitioner.solver import Option, Problem, Run, least_memory, solve
+from partitioner.solver_problem import Choices
+from partitioner.units import format_bytes
 
 FRONTIER_POINTS = 16
 _SHARDS: tuple[Shard, ...] = ("none", "zero1", "zero2", "zero3")
-_CORRECTIONS = 6
-SAME = 1e-9
+_CORRECTIONS = 5
+GAP = 1e-3  # relative; cost figures are not better than that
 
 Shapes = dict[str, tuple[tuple[int, ...], torch.dtype, bool]]
 
@@ -93,7 +95,6 @@ class Verdict:
     points: tuple[Point, ...]  # the frontier point of every block
     trials: tuple[Trial, ...]
     bound_seconds: float
-    model_seconds: float = 0.0  # the solver's own objective
 
     @property
     def step_seconds(self) -> float:
@@ -140,68 +141,80 @@ def trial(task: Task, prepared: Prepared, choice: Choice) -> tuple[Trial, ...]:
 
 
 def decide(task: Task) -> Verdict:
-    """The fastest choice whose simulated peak fits. Raises InfeasibleError with the least memory that any choice takes."""
+    """The fastest choice whose simulated peak fits. Raises InfeasibleError saying how much the leanest choice takes."""
     pinned = task.constraints.micro_batches
     if pinned is not None:
         check_micro_batches(task.prepared(pinned), task.ranks, pinned)
     best: Verdict | None = None
-    problem: InfeasibleError | None = None
+    leanest: Verdict | None = None
     bound, count = inf, pinned or 1
     while True:
         model = _Model(task, count)
         if best is not None and model.fastest >= best.step_seconds:
             break  # more micro-batches cost more launches, and gather more often
-        try:
-            verdict = _fit(task, model)
-        except InfeasibleError as error:
-            problem = problem or error
-        else:
-            if best is None or verdict.step_seconds < best.step_seconds:
-                best = verdict
-        binds = best is None or best.model_seconds > model.fastest * (1 + SAME)
-        bound = min(bound, model.bound() if binds else model.fastest)
+        quickest = model.verdict(model.quickest)
+        if quickest.peak_bytes <= task.capacity_bytes:
+            bound = min(bound, model.fastest)
+            best = quickest if best is None or quickest.step_seconds < best.step_seconds else best
+            break  # memory does not bind: cutting the batch further in time gains nothing
+        found, least = _fit(task, model)
+        bound = min(bound, model.bound())
+        leanest = least if leanest is None or least.peak_bytes < leanest.peak_bytes else leanest
+        if found is not None and (best is None or found.step_seconds < best.step_seconds):
+            best = found
         count *= 2
-        if pinned is not None or not binds or count > most_micro_batches(task.prepared(count), task.ranks):
+        if pinned is not None or count > most_micro_batches(task.prepared(count), task.ranks):
             break
     if best is None:
-        assert problem is not None
-        raise problem
+        assert leanest is not None
+        raise InfeasibleError(_why(task, leanest))
     return replace(best, bound_seconds=min(bound, best.step_seconds))
 
 
-def _fit(task: Task, model: "_Model") -> Verdict:
-    """Solve; move the solver's capacity by what its model and the simulator differ, as long as that finds something better."""
-    capacity, best, refused = task.capacity_bytes, None, None
+def _fit(task: Task, model: "_Model") -> tuple[Verdict | None, Verdict]:
+    """The best choice found whose simulated peak fits (None: none does), and the leanest one.
+
+    The solver is given the capacity moved by what its model and the simulator differ: first at the leanest choice, then at its own answers.
+    """
+    problem = model.problem(None)
+    lean = least_memory(problem, gap=GAP)
+    least = model.verdict(lean.choices)
+    if least.peak_bytes > task.capacity_bytes:
+        return None, least
+    best, off = least, lean.peak_bytes - least.peak_bytes
     tried: set[int] = set()
     for _ in range(_CORRECTIONS):
+        capacity = task.capacity_bytes + off
         if capacity in tried:
             break
         tried.add(capacity)
         try:
-            solution = solve(model.problem(capacity))
-        except InfeasibleError as error:
-            refused = refused or error
-            slack = task.capacity_bytes // 20  # the model is careful: what it refuses may still fit
-            if best is not None or capacity >= 2 * task.capacity_bytes:
-                break
-            capacity += slack
-            continue
-        choice, points = model.choice(solution)
-        verdict = Verdict(model.prepared, choice, points, trial(task, model.prepared, choice), 0.0, solution.seconds)
-        if verdict.peak_bytes <= task.capacity_bytes:
-            if best is None or verdict.step_seconds < best.step_seconds:
-                best = verdict
-            if solution.seconds <= model.fastest * (1 + SAME):
-                break
-        capacity = task.capacity_bytes + solution.peak_bytes - verdict.peak_bytes
-        if capacity <= 0:
+            solution = solve(replace(problem, capacity_bytes=capacity), gap=GAP)
+        except InfeasibleError:
             break
-    if best is None:
-        raise refused or InfeasibleError(
-            f"no plan of this model fits {task.capacity_bytes:,} bytes per device with {model.micro_batches} micro-batches; "
-            "raise memory, use more devices, or a smaller batch"
-        )
-    return best
+        verdict = model.verdict(solution.choices)
+        if verdict.peak_bytes <= task.capacity_bytes and verdict.step_seconds < best.step_seconds:
+            best = verdict
+        if best is verdict and solution.seconds <= model.fastest * (1 + GAP):
+            break
+        off = solution.peak_bytes - verdict.peak_bytes
+    return best, least
+
+
+def _why(task: Task, leanest: Verdict) -> str:
+    """The limit, by how much it is passed, what of, and three ways out."""
+    trial = max(leanest.trials, key=lambda trial: trial.simulation.peak_bytes)
+    peak = trial.simulation.peak_bytes
+    rest = peak - sum(trial.held_bytes.values())
+    parts = [f"{format_bytes(size)} of {kind}" for kind, size in trial.held_bytes.items() if size]
+    pinned = ", ".join(f"{key}={value}" for key, value in task.constraints.as_dict().items())
+    return (
+        f"no plan found fits into {format_bytes(task.capacity_bytes)} a device: the leanest takes {format_bytes(peak)}, "
+        f"{format_bytes(peak - task.capacity_bytes)} too much, at {trial.simulation.peak_at}. It is made of {', '.join(parts)} and "
+        f"{format_bytes(rest)} of saved values, gradients and temporaries, in {leanest.choice.micro_batches} micro-batches"
+        f"{f' (pinned: {pinned})' if pinned else ''}. Ways out: (1) allow {format_bytes(peak)} a device; (2) use more ranks, or an optimizer with "
+        "less state; (3) take a smaller batch, or drop a constraint"
+    )
 
 
 class _Model:
@@ -359,13 +372,27 @@ class _Model:
             for run in relaxed.runs
         )
         try:
-            return max(self.fastest, solve(replace(relaxed, runs=runs, base_bytes=0)).bound_seconds)
+            return max(self.fastest, solve(replace(relaxed, runs=runs, base_bytes=0), gap=GAP).bound_seconds)
         except InfeasibleError:
             return inf
 
-    def choice(self, solution: Solution) -> tuple[Choice, tuple[Point, ...]]:
-        """The solver's answer in words."""
-        indices = [index for run in solution.choices for index in run]
+    @cached_property
+    def quickest(self) -> Choices:
+        """Per block its quickest option, and of equally quick ones the one that holds least."""
+
+        def cost(option: Option) -> tuple[float, int]:
+            seconds = option.compute_seconds + option.communication_seconds
+            return float(f"{seconds:.9e}"), option.persistent_bytes + option.saved_bytes
+
+        return tuple((min(range(len(options)), key=lambda at: cost(options[at][0])),) for options in self.options)
+
+    def verdict(self, choices: Choices) -> Verdict:
+        """What was chosen, lowered and simulated."""
+        choice, points = self._choice(choices)
+        return Verdict(self.prepared, choice, points, trial(self.task, self.prepared, choice), 0.0)
+
+    def _choice(self, choices: Choices) -> tuple[Choice, tuple[Point, ...]]:
+        indices = [index for run in choices for index in run]
         taken = [options[index] for options, index in zip(self.options, indices, strict=True)]
         units = units_of(self.blocks, [shard for _, _, shard, _ in taken], tuple(self.task.shapes))
         return Choice(tuple(decision for _, decision, _, _ in taken), units, self.micro_batches), tuple(point for *_, point in taken)

@@ -37,6 +37,7 @@ from dataclasses import dataclass
 from math import fsum, isfinite
 
 from partitioner.errors import InfeasibleError
+from partitioner.passes.integer_program import EXACT
 from partitioner.solver_memory import Breakdown, breakdown, describe_bytes
 from partitioner.solver_problem import Choices, Option, Problem, Run
 from partitioner.solver_program import CountProgram
@@ -74,23 +75,23 @@ def seconds_of(problem: Problem, choices: Choices) -> float:
     return max(compute, communication) if problem.overlap else compute + communication
 
 
-def solve(problem: Problem, *, seconds: float = 20.0) -> Solution:
+def solve(problem: Problem, *, seconds: float = 20.0, gap: float = EXACT) -> Solution:
     """The fastest choices that fit, ties broken towards the lower peak; deterministic unless the search is cut off.
 
-    After `seconds` of search the best answer so far is returned: it fits, and its `gap` says what is proven. Where kinds of blocks take turns along
-    a long chain, an answer within CLOSE of its bound is taken without further search. Raises InfeasibleError where nothing fits, ValueError where
-    the problem's numbers make no sense.
+    With a relative `gap` the search ends within it of its bound. After `seconds` of search the best answer so far is returned: it fits, and its
+    `gap` says what is proven. Where kinds of blocks take turns along a long chain, an answer within CLOSE of its bound is taken without further
+    search. Raises InfeasibleError where nothing fits, ValueError where the problem's numbers make no sense.
     """
     _check(problem)
     apart, together = neighbours(problem), mixed(problem)
     if apart == together or len(apart) <= FEW:
-        search = _Search(problem, apart, seconds)
+        search = _Search(problem, apart, seconds, gap)
     else:
-        search = _Search(problem, together, seconds)
-        if not search.within(CLOSE):
-            search = _Search(problem, apart, seconds, search)
+        search = _Search(problem, together, seconds, gap)
+        if not search.within(max(CLOSE, gap)):
+            search = _Search(problem, apart, seconds, gap, search)
     if search.choices is None:
-        least = least_memory(problem, seconds=seconds)
+        least = least_memory(problem, seconds=seconds, gap=gap)
         if not _fits(problem, least.choices):
             raise InfeasibleError(_why(problem, least.memory))
         return _solution(problem, least.choices, min(search.bound, least.bound_seconds))
@@ -100,21 +101,21 @@ def solve(problem: Problem, *, seconds: float = 20.0) -> Solution:
 class _Search:
     """The best choices found (None: none) and the proven bound, over given segments; may go on from an earlier search."""
 
-    def __init__(self, problem: Problem, segments: tuple[Segment, ...], seconds: float, before: "_Search | None" = None) -> None:
+    def __init__(self, problem: Problem, segments: tuple[Segment, ...], seconds: float, gap: float, before: "_Search | None" = None) -> None:
         self._problem = problem
         self.choices: Choices | None = before.choices if before else None
         self.bound: float = before.bound if before else 0.0
         program = CountProgram(problem, segments)
-        found = program.fastest(seconds)
+        found = program.fastest(seconds, gap)
         self.bound = max(self.bound, found.bound)
         for _ in range(CORRECTIONS):  # beyond the limit by rounding, or because kinds in turn cannot stand as the counts assume: ask for less
             if found.choices is None or _fits(problem, found.choices):
                 break
             program.tighten(breakdown(problem, found.choices).peak_bytes - (problem.capacity_bytes or 0))
-            found = program.fastest(seconds)
+            found = program.fastest(seconds, gap)
         self._offer(found.choices)
         if self.choices is not None:
-            self._offer(program.lightest(seconds_of(problem, self.choices) * (1 + SAME), seconds / 4))
+            self._offer(program.lightest(seconds_of(problem, self.choices) * (1 + SAME), seconds / 4, gap))
 
     def within(self, gap: float) -> bool:
         return self.choices is not None and self.bound >= seconds_of(self._problem, self.choices) * (1 - gap)
@@ -132,16 +133,16 @@ class _Search:
             self.choices = choices
 
 
-def least_memory(problem: Problem, *, seconds: float = 20.0) -> Solution:
+def least_memory(problem: Problem, *, seconds: float = 20.0, gap: float = EXACT) -> Solution:
     """The choices with the least peak, whatever the capacity; among them the fastest. bound_seconds is that of choices with this peak."""
     _check(problem)
     program = CountProgram(problem, neighbours(problem), capacity=False)
-    choices = program.lightest(None, seconds)
+    choices = program.lightest(None, seconds, gap)
     if choices is None:
         raise ArithmeticError("the search found no choices although there is no limit")
     peak = breakdown(problem, choices).peak_bytes
     program.limit(peak)
-    faster = program.fastest(seconds / 4)
+    faster = program.fastest(seconds / 4, gap)
     if faster.choices is not None and breakdown(problem, faster.choices).peak_bytes <= peak:
         choices = faster.choices
     return _solution(problem, choices, min(faster.bound, seconds_of(problem, choices)))

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from functools import reduce
 from math import gcd, inf
 
-from partitioner.passes.integer_program import IntegerProgram, Outcome
+from partitioner.passes.integer_program import EXACT, IntegerProgram, Outcome
 from partitioner.solver_problem import Choices, Option, Problem
 from partitioner.solver_segments import Segment, arrange
 
@@ -39,16 +39,16 @@ class CountProgram:
         self._peak_row = self._program.row({self._peak: 1.0}, upper=self._scaled_capacity())
         self._seconds_row = self._program.row({self._seconds: 1.0})
 
-    def fastest(self, limit: float) -> Fastest:
-        """Minimise T."""
+    def fastest(self, limit: float, gap: float = EXACT) -> Fastest:
+        """Minimise T, to within a relative `gap`."""
         self._program.bound_row(self._seconds_row)
-        outcome = self._program.minimise({self._seconds: 1.0}, seconds=limit)
+        outcome = self._program.minimise({self._seconds: 1.0}, seconds=limit, gap=gap)
         return Fastest(self._decode(outcome), outcome.bound / self._per_second)
 
-    def lightest(self, at_most_seconds: float | None, limit: float) -> Choices | None:
+    def lightest(self, at_most_seconds: float | None, limit: float, gap: float = EXACT) -> Choices | None:
         """Minimise Z among the choices that take no longer than `at_most_seconds`."""
         self._program.bound_row(self._seconds_row, upper=inf if at_most_seconds is None else at_most_seconds * self._per_second)
-        return self._decode(self._program.minimise({self._peak: 1.0}, seconds=limit))
+        return self._decode(self._program.minimise({self._peak: 1.0}, seconds=limit, gap=gap))
 
     def limit(self, capacity: int) -> None:
         """Set the capacity, in bytes."""

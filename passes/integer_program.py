@@ -13,6 +13,8 @@ from highspy._core import _Highs  # the public class prints a banner when it is 
 
 INFINITY = float("inf")
 
+EXACT = 1e-10  # a relative gap that is none
+
 
 @dataclass(frozen=True)
 class Outcome:
@@ -54,8 +56,8 @@ class IntegerProgram:
         if self._highs is not None:
             self._highs.changeRowBounds(row, lower, upper)
 
-    def minimise(self, objective: Mapping[int, float], *, seconds: float = INFINITY) -> Outcome:
-        """Minimise; after `seconds` of search the best point so far is returned."""
+    def minimise(self, objective: Mapping[int, float], *, seconds: float = INFINITY, gap: float = EXACT) -> Outcome:
+        """Minimise; after `seconds` of search, or within a relative `gap` of the bound, the best point so far is returned."""
         columns = len(self._lower)
         if not columns:
             return Outcome((), 0.0, 0.0)
@@ -65,6 +67,7 @@ class IntegerProgram:
             costs[column] = cost
         highs.clearSolver()
         highs.changeColsCost(columns, np.arange(columns, dtype=np.int32), costs)
+        highs.setOptionValue("mip_rel_gap", gap)
         highs.setOptionValue("time_limit", highs.getRunTime() + seconds)  # its clock runs on over several solves
         if highs.run() == highspy.HighsStatus.kError:
             highs.setOptionValue("threads", 0)  # HiGHS has one set of threads per process; somebody else's, of another size, is there already
@@ -89,7 +92,6 @@ class IntegerProgram:
         highs.setOptionValue("parallel", "off")
         highs.setOptionValue("threads", 1)
         highs.setOptionValue("mip_heuristic_run_feasibility_jump", False)  # 10 of the 11 ms that the smallest programme takes
-        highs.setOptionValue("mip_rel_gap", 1e-10)
         highs.setOptionValue("mip_abs_gap", 1e-7)
         for tolerance in ("primal_feasibility_tolerance", "dual_feasibility_tolerance", "mip_feasibility_tolerance"):
             highs.setOptionValue(tolerance, 1e-9)

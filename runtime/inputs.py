@@ -42,7 +42,7 @@ def narrow(leaf: Tensor, cut: Slice, start: int, rows: int, total: int | None) -
         return leaf.narrow(cut.dim, start * cut.inner, rows * cut.inner).contiguous()
     shape, dim = leaf.shape, cut.dim
     split = leaf.reshape(*shape[:dim], cut.outer, total, cut.inner, *shape[dim + 1 :])
-    return split.narrow(dim + 1, start, rows).reshape(*shape[:dim], cut.outer * rows * cut.inner, *shape[dim + 1 :])
+    return split.narrow(dim + 1, start, rows).reshape(*shape[:dim], cut.outer * rows * cut.inner, *shape[dim + 1 :]).contiguous()
 
 
 def narrow_copies(cut: Slice, rows: int, total: int | None) -> bool:

@@ -46,7 +46,11 @@ class Reducer:
         self._summing: list[Pending] = []
 
     def accumulate(self, name: str, gradient: Tensor) -> None:
-        """Add a whole gradient. The first one of a parameter is kept as it is, so it must own its storage."""
+        """Add a whole gradient. The first one of a parameter is kept as it is, so it must own its storage.
+
+        Scatters under way are awaited: they had the time of a block's backward, and hold whole gradients until then.
+        """
+        self._settle(self._scattering)
         if name in self.gradients:
             self.gradients[name].add_(gradient)
         else:

@@ -4,8 +4,8 @@
     sum(ghost.persistent() for ghost in ghosts.values())
     ghosts[3].events("GATHER")                                   # [("make", "3 whole layers.3.weight", 4096), …]
 
-Keys name storages and are unique over all units, because the events of one unit may drop storages of another: a REDUCE that scatters first
-awaits the scatters before it, and only then their whole gradients go. A gradient belongs to the caller until "ACCUMULATE:<name>:first" makes it
+Keys name storages and are unique over all units, because the events of one unit may drop storages of another: a gradient that
+arrives awaits the scatters under way, and only then their whole gradients go. A gradient belongs to the caller until "ACCUMULATE:<name>:first" makes it
 the unit's: nothing is allocated then, so the caller's claim on that storage should end before the event is applied; a ":next" gradient is the
 caller's to drop. The results of a step, `.grad`, stay until someone drops them. Instances remember where in a step they are: make new ones for
 every simulated step.
@@ -113,10 +113,11 @@ class UnitBytes:
     def _accumulate(self, name: str, turn: str) -> list[Event]:
         if name not in self.layout.pieces or turn not in ("first", "next"):
             raise ProgramError(f"a gradient {turn!r} of {name!r} cannot arrive at unit {self.unit.number} of {list(self.layout.pieces)[:3]} …")
+        landed = self._flight.land()
         if name in self._arrived:
-            return []
+            return landed
         self._arrived[name] = f"{self.unit.number} gradient {name} {self._next()}"
-        return [("make", self._arrived[name], _bytes(self.layout.pieces[name], self.layout.pieces[name].numel))]
+        return [("make", self._arrived[name], _bytes(self.layout.pieces[name], self.layout.pieces[name].numel)), *landed]
 
     def _reduce(self) -> list[Event]:
         events: list[Event] = []

@@ -253,6 +253,7 @@ def _step(shard: str, micro_batches: int) -> dict[str, Any]:
                         del given
                         ghost(unit, f"ACCUMULATE:{name}:next")
                         tracker.reset_peak()
+                        peak_reset()
                     compare(f"accumulate {name} {mb}")
                 if last or shard in ("zero2", "zero3"):
                     ghost(unit, "REDUCE:last" if last else "REDUCE")
