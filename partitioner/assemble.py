@@ -7,14 +7,15 @@ from typing import TYPE_CHECKING
 from partitioner import plan as plans
 from partitioner.errors import PlanError
 from partitioner.lower import Choice, Decision, units_of
+from partitioner.options import FRONTIER_POINTS
 from partitioner.passes.dims import Cut
 from partitioner.passes.emit import emit_source_file
 from partitioner.passes.rematerialize import Point
-from partitioner.planner import FRONTIER_POINTS, Trial, Verdict
 from partitioner.prepare import AXIS, Prepared
 from partitioner.runtime.program import Program, Shard
 from partitioner.runtime.simulator import Simulation
 from partitioner.runtime.text import program_text
+from partitioner.trial import Trial, Verdict
 
 if TYPE_CHECKING:
     from partitioner.session import Session

@@ -6,138 +6,17 @@ chain of sums; the simulator plays the lowered programs to the byte. Where they 
 difference, and the best choice whose *simulated* peak fits is taken.
 """
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
-from functools import cached_property
+from dataclasses import replace
 from math import inf
 
-import torch
-
-from partitioner.cluster import Cluster
-from partitioner.constraints import Constraints
-from partitioner.cost import collective_seconds
 from partitioner.errors import InfeasibleError
-from partitioner.lower import Choice, Decision, lower, units_of
-from partitioner.passes.block import Block, BlockFunction, Footprint
-from partitioner.passes.rematerialize import Point
-from partitioner.prepare import Prepared, check_micro_batches, most_micro_batches
-from partitioner.runtime.optimizer_bytes import planned_bytes
-from partitioner.runtime.program import Program, Shard, Unit
-from partitioner.runtime.simulator import Simulation, simulate
-from partitioner.runtime.unit_bytes import UnitBytes
-from partitioner.solver import Option, Problem, Run, least_memory, solve
-from partitioner.solver_problem import Choices
+from partitioner.options import GAP, Options
+from partitioner.prepare import check_micro_batches, most_micro_batches
+from partitioner.solver import least_memory, solve
+from partitioner.trial import Task, Verdict
 from partitioner.units import format_bytes
 
-FRONTIER_POINTS = 16
-_SHARDS: tuple[Shard, ...] = ("none", "zero1", "zero2", "zero3")
 _CORRECTIONS = 5
-GAP = 1e-3  # relative; cost figures are not better than that
-
-Shapes = dict[str, tuple[tuple[int, ...], torch.dtype, bool]]
-
-
-@dataclass(frozen=True)
-class Task:
-    """What the planner is asked.
-
-    prepared(m): the capture, ready for m micro-batches. shapes: (shape, dtype, trainable) of every parameter. fixed_bytes: storage bytes of
-    every input leaf, buffer and constant. capacity_bytes: what one device may hold.
-    """
-
-    prepared: Callable[[int], Prepared]
-    cluster: Cluster
-    ranks: int
-    shapes: Shapes
-    fixed_bytes: Mapping[str, int]
-    capacity_bytes: int
-    optimizer: str
-    constraints: Constraints
-
-
-def ranks_to_simulate(ranks: int) -> tuple[int, ...]:
-    """All of a few; of many the first and the last, which hold the most and the fewest rows."""
-    return tuple(range(ranks)) if ranks <= 4 else (0, ranks - 1)
-
-
-def communication(cluster: Cluster, ranks: int) -> Callable[[str, int], float]:
-    """Seconds of an instruction that communicates, by its name and bytes."""
-    scatter = "all_reduce" if cluster.device == "cpu" else "reduce_scatter"  # gloo scatters by an all-reduce
-
-    def seconds(op: str, size: int) -> float:
-        if op in ("REFRESH", "GATHER"):
-            return collective_seconds("all_gather", size, ranks, cluster)
-        return collective_seconds("all_reduce" if op == "REDUCE none" else scatter, size, ranks, cluster)  # type: ignore[arg-type]
-
-    return seconds
-
-
-def sizes_of(shapes: Shapes) -> dict[str, int]:
-    """Whole bytes of every parameter."""
-    return {name: _size(shape, dtype) for name, (shape, dtype, _) in shapes.items()}
-
-
-@dataclass(frozen=True)
-class Trial:
-    """One rank's step program, simulated. held_bytes: what lies there all step long, by kind."""
-
-    program: Program
-    simulation: Simulation
-    held_bytes: dict[str, int]
-
-
-@dataclass(frozen=True)
-class Verdict:
-    """The choice, its trials, and a proven lower bound of the step."""
-
-    prepared: Prepared
-    choice: Choice
-    points: tuple[Point, ...]  # the frontier point of every block
-    trials: tuple[Trial, ...]
-    bound_seconds: float
-
-    @property
-    def step_seconds(self) -> float:
-        return max(trial.simulation.step_seconds for trial in self.trials)
-
-    @property
-    def peak_bytes(self) -> int:
-        return max(trial.simulation.peak_bytes for trial in self.trials)
-
-
-def trial(task: Task, prepared: Prepared, choice: Choice) -> tuple[Trial, ...]:
-    """Lower a choice to step programs and simulate them, rank by rank as `ranks_to_simulate` lists them."""
-    programs = lower(
-        prepared,
-        choice,
-        mode="step",
-        grad=True,
-        ranks=task.ranks,
-        only=ranks_to_simulate(task.ranks),
-        parameter_bytes=sizes_of(task.shapes),
-        communication=communication(task.cluster, task.ranks),
-        prefetch=task.cluster.overlap,
-    )
-    trials = []
-    for program in programs:
-        ghosts = UnitBytes.of(choice.units, task.shapes, task.ranks, program.rank)
-        local = [shape for ghost in ghosts.values() for shape in ghost.local_shapes()]
-        state, temporary = planned_bytes(task.optimizer, local, task.cluster.device)
-        held = {
-            "parameters": sum(ghost.persistent() for ghost in ghosts.values()),
-            "optimizer state": state,
-            "inputs, buffers and constants": sum(task.fixed_bytes.values()),
-        }
-        simulation = simulate(
-            program,
-            bytes_of=task.fixed_bytes,
-            unit_bytes=ghosts,
-            optimizer_state_bytes=state,
-            optimizer_temporary_bytes=temporary,
-            overlap=task.cluster.overlap,
-        )
-        trials.append(Trial(program, simulation, held))
-    return tuple(trials)
 
 
 def decide(task: Task) -> Verdict:
@@ -149,7 +28,7 @@ def decide(task: Task) -> Verdict:
     leanest: Verdict | None = None
     bound, count = inf, pinned or 1
     while True:
-        model = _Model(task, count)
+        model = Options(task, count)
         if best is not None and model.fastest >= best.step_seconds:
             break  # more micro-batches cost more launches, and gather more often
         quickest = model.verdict(model.quickest)
@@ -171,7 +50,7 @@ def decide(task: Task) -> Verdict:
     return replace(best, bound_seconds=min(bound, best.step_seconds))
 
 
-def _fit(task: Task, model: "_Model") -> tuple[Verdict | None, Verdict]:
+def _fit(task: Task, model: Options) -> tuple[Verdict | None, Verdict]:
     """The best choice found whose simulated peak fits (None: none does), and the leanest one.
 
     The solver is given the capacity moved by what its model and the simulator differ: first at the leanest choice, then at its own answers.
@@ -215,208 +94,3 @@ def _why(task: Task, leanest: Verdict) -> str:
         f"{f' (pinned: {pinned})' if pinned else ''}. Ways out: (1) allow {format_bytes(peak)} a device; (2) use more ranks, or an optimizer with "
         "less state; (3) take a smaller batch, or drop a constraint"
     )
-
-
-class _Model:
-    """Blocks as options in numbers, for one number of micro-batches."""
-
-    def __init__(self, task: Task, micro_batches: int) -> None:
-        self.task, self.micro_batches = task, micro_batches
-        prepared = self.prepared = task.prepared(micro_batches)
-        self.blocks = prepared.blocks.blocks
-        self.rows = -(-prepared.typical_rows // micro_batches) if prepared.total is not None else 1
-        self.own, self.rest = self._own_parameters()
-        self._cache: dict[tuple[object, ...], list[tuple[Option, Decision, Shard, Point]]] = {}
-        readers: dict[str, set[int]] = {}
-        for block in self.blocks:
-            for port in block.reads:
-                if port.kind == "value":
-                    readers.setdefault(port.name, set()).add(block.index)
-        self.shared = {name for name, used in readers.items() if len(used) > 1}
-        self.options = [self._options(block) for block in self.blocks]
-
-    def _own_parameters(self) -> tuple[list[tuple[str, ...]], tuple[str, ...]]:
-        shards: list[Shard] = ["zero3"] * len(self.blocks)
-        units = units_of(self.blocks, shards, tuple(self.task.shapes))
-        mine = {unit.parameters[0]: unit for unit in units if unit.shard == "zero3"}
-        own = []
-        for block in self.blocks:
-            first = next((port.name for port in block.reads if port.kind == "parameter" and port.name in mine), None)
-            own.append(mine.pop(first).parameters if first is not None else ())
-        rest = tuple(name for unit in units if unit.shard == "none" for name in unit.parameters)
-        return own, rest
-
-    def _options(self, block: Block) -> list[tuple[Option, Decision, Shard, Point]]:
-        signature = tuple((self.task.shapes[name]) for name in self.own[block.index])
-        shared = tuple(port.name in self.shared for port in block.reads)
-        key = (block.cls, signature, shared)
-        if key not in self._cache:
-            self._cache[key] = self._make(block)
-        return self._cache[key]
-
-    def _make(self, block: Block) -> list[tuple[Option, Decision, Shard, Point]]:
-        task, prepared = self.task, self.prepared
-        points = prepared.frontier(block.cls, FRONTIER_POINTS)
-        match task.constraints.checkpoint:
-            case "none":
-                points = points[-1:]
-            case "full":
-                points = points[:1]
-        own = self.own[block.index]
-        shards: tuple[Shard, ...] = _SHARDS if task.constraints.shard == "auto" else (task.constraints.shard,)
-        if not own or (task.ranks == 1 and task.constraints.shard == "auto"):
-            shards = shards[:1]
-        made = []
-        for point in points:
-            function = prepared.function(block.cls, point.saved)
-            ahead, back = prepared.price(function, False, self.rows), prepared.price(function, True, self.rows)
-            for shard in shards:
-                for keep in (False, True) if shard == "zero3" and self._reads_again(block, function, own) else (False,):
-                    option = self._option(block, function, own, shard, keep, (ahead + back) * self.micro_batches)
-                    made.append((option, Decision(point.saved, keep), shard, point))
-        return made
-
-    def _reads_again(self, block: Block, function: BlockFunction, own: Sequence[str]) -> bool:
-        again = {block.reads[saved.index].name for saved in function.saved if saved.kind == "read" and block.reads[saved.index].kind == "parameter"}
-        return bool(again & set(own))
-
-    def _option(self, block: Block, function: BlockFunction, own: tuple[str, ...], shard: Shard, keep: bool, compute: float) -> Option:
-        task, m = self.task, self.micro_batches
-        whole, trainable = self._weigh(own)
-        unit = UnitBytes.of((Unit(0, shard, own),), task.shapes, task.ranks, 0)[0] if own else None
-        state = persistent = 0
-        if unit is not None:
-            state, _ = planned_bytes(task.optimizer, unit.local_shapes(), task.cluster.device)
-            gradients = trainable if m > 1 and shard in ("none", "zero1") else unit.gradient_bytes()
-            persistent = unit.persistent() + state + gradients
-        seconds = communication(task.cluster, task.ranks)
-        gathers = 2 if shard == "zero3" and not keep and self._reads_again(block, function, own) else 1
-        traffic = 0.0
-        if own and task.ranks > 1:
-            times = m if shard in ("zero2", "zero3") else 1
-            traffic += times * seconds(f"REDUCE {shard}", trainable) if trainable else 0.0
-            if shard != "none":
-                traffic += (m * gathers if shard == "zero3" else 1) * seconds("GATHER", whole)
-        values = [at for at, port in enumerate(block.reads) if port.kind == "value" and not self.shared & {port.name}]
-        bytes_in = sum(self._argument(block, at) for at in values)
-        saved_reads = {saved.index for saved in function.saved if saved.kind == "read"} & set(values)
-        own_saved = _held(function.forward_footprint, range(function.writes, len(function.forward_footprint.results)), self.rows)
-        saved = own_saved + sum(self._argument(block, at) for at in saved_reads)
-        gathered = whole if shard == "zero3" else 0
-        moving = 0 if task.ranks == 1 else whole if shard in ("zero1", "zero2") else 0
-        forward = _rise(function.forward_footprint, self.rows) + bytes_in + gathered + moving
-        backward = 0
-        if function.backward_footprint is not None:
-            backward = _rise(function.backward_footprint, self.rows) + (0 if keep else gathered) + (trainable if task.ranks > 1 else 0)
-            backward += _held(function.forward_footprint, [at for at in function.tangents], self.rows)
-        return Option(
-            key=f"{shard} {'kept' if keep else ''} {len(function.saved)}",
-            compute_seconds=compute,
-            communication_seconds=traffic,
-            persistent_bytes=persistent,
-            saved_bytes=saved + (gathered if keep else 0),
-            forward_bytes=max(forward, saved),
-            backward_bytes=backward,
-        )
-
-    def _argument(self, block: Block, at: int) -> int:
-        """Bytes of the value that a block reads as its argument `at`."""
-        node = self.prepared.joint(block.cls).placeholders[at]
-        count = node.meta["val"].element_size()
-        for size in node.meta["sizes"]:
-            count *= size.at(self.rows)
-        return int(count)
-
-    def _weigh(self, names: Sequence[str]) -> tuple[int, int]:
-        sizes = [(_size(shape, dtype), trainable) for shape, dtype, trainable in (self.task.shapes[name] for name in names)]
-        return sum(size for size, _ in sizes), sum(size for size, trainable in sizes if trainable)
-
-    def problem(self, capacity: int | None) -> Problem:
-        """The solver's question. The optimizer's temporaries stand before the first block: nothing is saved then."""
-        task = self.task
-        runs: list[Run] = []
-        last: list[tuple[Option, Decision, Shard, Point]] | None = None
-        for options in self.options:
-            if runs and options is last:
-                runs[-1] = replace(runs[-1], count=runs[-1].count + 1)
-            else:
-                runs.append(Run(1, tuple(option for option, *_ in options)))
-            last = options
-        rest = UnitBytes.of((Unit(0, "none", self.rest),), task.shapes, task.ranks, 0)[0].persistent() if self.rest else 0
-        across = 0
-        for block in self.blocks:
-            across += sum(self._write(block, at) for at, name in enumerate(block.writes) if name in self.shared)
-        return Problem(tuple(runs), sum(task.fixed_bytes.values()) + rest + across, capacity, task.cluster.overlap)
-
-    def _write(self, block: Block, at: int) -> int:
-        node = self.prepared.joint(block.cls).results[at]
-        count = node.meta["val"].element_size()
-        for size in node.meta["sizes"]:
-            count *= size.at(self.rows)
-        return int(count)
-
-    @cached_property
-    def fastest(self) -> float:
-        """A lower bound of the step whatever memory there is: every block takes its quickest option."""
-        compute = sum(min(option.compute_seconds for option, *_ in options) for options in self.options)
-        communication = sum(min(option.communication_seconds for option, *_ in options) for options in self.options)
-        if self.task.cluster.overlap:
-            return max(compute, communication)
-        return sum(min(option.compute_seconds + option.communication_seconds for option, *_ in options) for options in self.options)
-
-    def bound(self) -> float:
-        """A lower bound of the step under the memory limit: blocks take only what is certain to be held, and no transients."""
-        relaxed = self.problem(self.task.capacity_bytes)
-        runs = tuple(
-            replace(run, options=tuple(replace(o, persistent_bytes=0, forward_bytes=o.saved_bytes, backward_bytes=0) for o in run.options))
-            for run in relaxed.runs
-        )
-        try:
-            return max(self.fastest, solve(replace(relaxed, runs=runs, base_bytes=0), gap=GAP).bound_seconds)
-        except InfeasibleError:
-            return inf
-
-    @cached_property
-    def quickest(self) -> Choices:
-        """Per block its quickest option, and of equally quick ones the one that holds least."""
-
-        def cost(option: Option) -> tuple[float, int]:
-            seconds = option.compute_seconds + option.communication_seconds
-            return float(f"{seconds:.9e}"), option.persistent_bytes + option.saved_bytes
-
-        return tuple((min(range(len(options)), key=lambda at: cost(options[at][0])),) for options in self.options)
-
-    def verdict(self, choices: Choices) -> Verdict:
-        """What was chosen, lowered and simulated."""
-        choice, points = self._choice(choices)
-        return Verdict(self.prepared, choice, points, trial(self.task, self.prepared, choice), 0.0)
-
-    def _choice(self, choices: Choices) -> tuple[Choice, tuple[Point, ...]]:
-        indices = [index for run in choices for index in run]
-        taken = [options[index] for options, index in zip(self.options, indices, strict=True)]
-        units = units_of(self.blocks, [shard for _, _, shard, _ in taken], tuple(self.task.shapes))
-        return Choice(tuple(decision for _, decision, _, _ in taken), units, self.micro_batches), tuple(point for *_, point in taken)
-
-
-def _size(shape: Sequence[int], dtype: torch.dtype) -> int:
-    return torch.Size(shape).numel() * dtype.itemsize
-
-
-def _rise(footprint: Footprint, rows: int) -> int:
-    """The most bytes of its own that a function holds at a time."""
-    now = most = 0
-    alive: dict[int, int] = {}
-    for kind, storage, size in footprint.events:
-        if kind == "make" and size is not None:
-            alive[storage] = size.at(rows)
-            now += alive[storage]
-            most = max(most, now)
-        elif storage in alive:
-            now -= alive.pop(storage)
-    return most
-
-
-def _held(footprint: Footprint, results: Sequence[int], rows: int) -> int:
-    """Bytes of the own storages that these results lie in."""
-    size = {storage: made.at(rows) for kind, storage, made in footprint.events if kind == "make" and made is not None}
-    return sum(size.get(storage, 0) for storage in {footprint.results[at] for at in results})

@@ -18,17 +18,19 @@ from partitioner.errors import BatchError, InputError, PartitionerError, PlanErr
 from partitioner.examples import example_call
 from partitioner.fingerprint import fingerprint
 from partitioner.lower import Choice, Decision, lower
+from partitioner.options import FRONTIER_POINTS
 from partitioner.passes.capture import capture
 from partitioner.passes.graph import Graph
 from partitioner.passes.tree import map_tensors, named_leaves
 from partitioner.passes.verify import verify as verify_capture
 from partitioner.plan import Plan
-from partitioner.planner import FRONTIER_POINTS, Shapes, Task, Verdict, communication, decide, sizes_of, trial
+from partitioner.planner import decide
 from partitioner.prepare import Prepared, check_micro_batches, most_micro_batches, prepare
 from partitioner.runtime.check import check
 from partitioner.runtime.parameters import shapes_of
 from partitioner.runtime.program import Program, Request, Unit
 from partitioner.runtime.simulator import storage_bytes
+from partitioner.trial import Shapes, Task, Verdict, communication, sizes_of, trial
 from partitioner.units import parse_bytes
 
 

@@ -1,0 +1,126 @@
+"""Try a choice: lower it to step programs and simulate them, rank by rank."""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from partitioner.cluster import Cluster
+from partitioner.constraints import Constraints
+from partitioner.cost import collective_seconds
+from partitioner.lower import Choice, lower
+from partitioner.passes.rematerialize import Point
+from partitioner.prepare import Prepared
+from partitioner.runtime.optimizer_bytes import planned_bytes
+from partitioner.runtime.program import Program
+from partitioner.runtime.simulator import Simulation, simulate
+from partitioner.runtime.unit_bytes import UnitBytes
+
+Shapes = dict[str, tuple[tuple[int, ...], torch.dtype, bool]]
+
+
+@dataclass(frozen=True)
+class Task:
+    """What the planner is asked.
+
+    prepared(m): the capture, ready for m micro-batches. shapes: (shape, dtype, trainable) of every parameter. fixed_bytes: storage bytes of
+    every input leaf, buffer and constant. capacity_bytes: what one device may hold.
+    """
+
+    prepared: Callable[[int], Prepared]
+    cluster: Cluster
+    ranks: int
+    shapes: Shapes
+    fixed_bytes: Mapping[str, int]
+    capacity_bytes: int
+    optimizer: str
+    constraints: Constraints
+
+
+def ranks_to_simulate(ranks: int) -> tuple[int, ...]:
+    """All of a few; of many the first and the last, which hold the most and the fewest rows."""
+    return tuple(range(ranks)) if ranks <= 4 else (0, ranks - 1)
+
+
+def communication(cluster: Cluster, ranks: int) -> Callable[[str, int], float]:
+    """Seconds of an instruction that communicates, by its name and bytes."""
+    scatter = "all_reduce" if cluster.device == "cpu" else "reduce_scatter"  # gloo scatters by an all-reduce
+
+    def seconds(op: str, size: int) -> float:
+        if op in ("REFRESH", "GATHER"):
+            return collective_seconds("all_gather", size, ranks, cluster)
+        return collective_seconds("all_reduce" if op == "REDUCE none" else scatter, size, ranks, cluster)  # type: ignore[arg-type]
+
+    return seconds
+
+
+def sizes_of(shapes: Shapes) -> dict[str, int]:
+    """Whole bytes of every parameter."""
+    return {name: size_of(shape, dtype) for name, (shape, dtype, _) in shapes.items()}
+
+
+@dataclass(frozen=True)
+class Trial:
+    """One rank's step program, simulated. held_bytes: what lies there all step long, by kind."""
+
+    program: Program
+    simulation: Simulation
+    held_bytes: dict[str, int]
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """The choice, its trials, and a proven lower bound of the step."""
+
+    prepared: Prepared
+    choice: Choice
+    points: tuple[Point, ...]  # the frontier point of every block
+    trials: tuple[Trial, ...]
+    bound_seconds: float
+
+    @property
+    def step_seconds(self) -> float:
+        return max(trial.simulation.step_seconds for trial in self.trials)
+
+    @property
+    def peak_bytes(self) -> int:
+        return max(trial.simulation.peak_bytes for trial in self.trials)
+
+
+def trial(task: Task, prepared: Prepared, choice: Choice) -> tuple[Trial, ...]:
+    """Lower a choice to step programs and simulate them, rank by rank as `ranks_to_simulate` lists them."""
+    programs = lower(
+        prepared,
+        choice,
+        mode="step",
+        grad=True,
+        ranks=task.ranks,
+        only=ranks_to_simulate(task.ranks),
+        parameter_bytes=sizes_of(task.shapes),
+        communication=communication(task.cluster, task.ranks),
+        prefetch=task.cluster.overlap,
+    )
+    trials = []
+    for program in programs:
+        ghosts = UnitBytes.of(choice.units, task.shapes, task.ranks, program.rank)
+        local = [shape for ghost in ghosts.values() for shape in ghost.local_shapes()]
+        state, temporary = planned_bytes(task.optimizer, local, task.cluster.device)
+        held = {
+            "parameters": sum(ghost.persistent() for ghost in ghosts.values()),
+            "optimizer state": state,
+            "inputs, buffers and constants": sum(task.fixed_bytes.values()),
+        }
+        simulation = simulate(
+            program,
+            bytes_of=task.fixed_bytes,
+            unit_bytes=ghosts,
+            optimizer_state_bytes=state,
+            optimizer_temporary_bytes=temporary,
+            overlap=task.cluster.overlap,
+        )
+        trials.append(Trial(program, simulation, held))
+    return tuple(trials)
+
+
+def size_of(shape: Sequence[int], dtype: torch.dtype) -> int:
+    return torch.Size(shape).numel() * dtype.itemsize
