@@ -14,7 +14,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 
 from partitioner.errors import ClusterError
 from partitioner.files import read_text
-from partitioner.units import format_bytes, parse_bytes
+from partitioner.quantities import format_bytes, parse_bytes
 
 OpClass = Literal["matmul", "attention", "convolution", "pointwise", "special"]
 Dtype = Literal["float64", "float32", "bfloat16", "float16"]

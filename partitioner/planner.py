@@ -12,9 +12,9 @@ from math import inf
 from partitioner.errors import InfeasibleError
 from partitioner.options import GAP, Options
 from partitioner.prepare import check_micro_batches, most_micro_batches
+from partitioner.quantities import format_bytes
 from partitioner.solver import least_memory, solve
 from partitioner.trial import Task, Verdict
-from partitioner.units import format_bytes
 
 _CORRECTIONS = 5
 

@@ -7,7 +7,7 @@ import re
 from dataclasses import dataclass
 
 from partitioner.plan import BlockPlan, Plan, Replicated
-from partitioner.units import format_bytes, format_seconds
+from partitioner.quantities import format_bytes, format_seconds
 
 WIDTH = 120
 LINES = 40

@@ -26,12 +26,12 @@ from partitioner.passes.verify import verify as verify_capture
 from partitioner.plan import Plan
 from partitioner.planner import decide
 from partitioner.prepare import Prepared, check_micro_batches, most_micro_batches, prepare
+from partitioner.quantities import parse_bytes
 from partitioner.runtime.check import check
 from partitioner.runtime.parameters import shapes_of
 from partitioner.runtime.program import Program, Request, Unit
 from partitioner.runtime.simulator import storage_bytes
 from partitioner.trial import Shapes, Task, Verdict, communication, sizes_of, trial
-from partitioner.units import parse_bytes
 
 
 class Session:

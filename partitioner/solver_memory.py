@@ -51,7 +51,7 @@ def describe_bytes(count: int) -> str:
     """12345678 -> '12.35 MB'."""
     if abs(count) < 1000:
         return f"{count} bytes"
-    value, units = count / 1000, ["kB", "MB", "GB", "TB"]
-    while abs(value) >= 999.995 and len(units) > 1:
-        value, units = value / 1000, units[1:]
-    return f"{value:.2f} {units[0]}"
+    value, symbols = count / 1000, ["kB", "MB", "GB", "TB"]
+    while abs(value) >= 999.995 and len(symbols) > 1:
+        value, symbols = value / 1000, symbols[1:]
+    return f"{value:.2f} {symbols[0]}"

@@ -9,7 +9,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from partitioner import calibrate, units
+from partitioner import calibrate, quantities
 from partitioner.cluster import Cluster, Efficiency, Link
 from partitioner.errors import ClusterError
 from tests import ranks
@@ -178,13 +178,13 @@ def test_links_need_a_process_group() -> None:
     [("16GB", 16 * 10**9), ("512 MiB", 512 * 2**20), ("1.5g", 15 * 10**8), ("100", 100), (7, 7), ("80 GB", 80 * 10**9)],
 )
 def test_bytes_as_people_write_them(text: str | int, amount: int) -> None:
-    assert units.parse_bytes(text) == amount
+    assert quantities.parse_bytes(text) == amount
 
 
 @given(st.one_of(st.text(max_size=30), st.integers(), st.floats(), st.none(), st.booleans()))
 def test_other_bytes_are_refused_with_the_given_error(value: object) -> None:
     try:
-        assert 0 < units.parse_bytes(value, ClusterError) <= units.MAX_BYTES  # type: ignore[arg-type]
+        assert 0 < quantities.parse_bytes(value, ClusterError) <= quantities.MAX_BYTES  # type: ignore[arg-type]
     except ClusterError as error:
         assert "16GB" in str(error)
 
@@ -194,9 +194,9 @@ def test_other_bytes_are_refused_with_the_given_error(value: object) -> None:
     [(0, "0 B"), (999, "999 B"), (12_345, "12.3 kB"), (999_960, "1.0 MB"), (61.2e9, "61.2 GB"), (123e9, "123 GB")],
 )
 def test_bytes_as_people_read_them(value: float, text: str) -> None:
-    assert units.format_bytes(value) == text
+    assert quantities.format_bytes(value) == text
 
 
 @pytest.mark.parametrize(("value", "text"), [(1.234, "1.23 s"), (0.0123, "12.3 ms"), (0.25e-6, "0.25 us"), (123.0, "123 s"), (0.9999, "1.00 s")])
 def test_seconds_as_people_read_them(value: float, text: str) -> None:
-    assert units.format_seconds(value) == text
+    assert quantities.format_seconds(value) == text

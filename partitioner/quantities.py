@@ -26,20 +26,20 @@ def parse_bytes(value: int | str, error: type[PartitionerError] = PartitionerErr
 
 
 def format_bytes(amount: float) -> str:
-    """Three significant digits, decimal units: 12.3 MB."""
-    for unit in ("B", "kB", "MB", "GB", "TB"):
-        if abs(amount) < 999.5 or unit == "TB":
+    """Three significant digits, decimal prefixes: 12.3 MB."""
+    for symbol in ("B", "kB", "MB", "GB", "TB"):
+        if abs(amount) < 999.5 or symbol == "TB":
             break
         amount /= 1000
-    return f"{amount:.0f} {unit}" if unit == "B" or abs(amount) >= 99.95 else f"{amount:.1f} {unit}"
+    return f"{amount:.0f} {symbol}" if symbol == "B" or abs(amount) >= 99.95 else f"{amount:.1f} {symbol}"
 
 
 def format_seconds(seconds: float) -> str:
     """Three significant digits: 12.3 ms."""
     if not math.isfinite(seconds):
         return str(seconds)
-    for unit, scale in (("s", 1.0), ("ms", 1e3), ("us", 1e6)):
-        if abs(seconds) * scale >= 0.9995 or unit == "us":
+    for symbol, scale in (("s", 1.0), ("ms", 1e3), ("us", 1e6)):
+        if abs(seconds) * scale >= 0.9995 or symbol == "us":
             break
     amount = seconds * scale
-    return f"{amount:.0f} {unit}" if abs(amount) >= 99.95 else f"{amount:.1f} {unit}" if abs(amount) >= 9.995 else f"{amount:.2f} {unit}"
+    return f"{amount:.0f} {symbol}" if abs(amount) >= 99.95 else f"{amount:.1f} {symbol}" if abs(amount) >= 9.995 else f"{amount:.2f} {symbol}"
