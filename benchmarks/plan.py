@@ -35,8 +35,8 @@ STAGES = {
     "frontier": ("partitioner.prepare.encode", "partitioner.prepare.frontier", "partitioner.prepare.price"),
     "emit": ("partitioner.prepare.split", "partitioner.prepare.emit"),
     "solve": ("partitioner.planner.solve",),
-    "lower": ("partitioner.planner.lower",),
-    "simulate": ("partitioner.planner.simulate",),
+    "lower": ("partitioner.trial.lower",),
+    "simulate": ("partitioner.trial.simulate",),
 }
 DEPTH_BAR, CAPTURE_BAR = 1.5, 1.3
 ROWS, LENGTH = 16, 128

@@ -13,12 +13,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-import torch
 from torch import Tensor, fx
 
 from partitioner.passes.block import Block, BlockClass, Blocks, Port
 from partitioner.passes.flow import Flow, gradient_flow, is_integer
-from partitioner.passes.graph import Graph, Input
+from partitioner.passes.graph import Graph, Input, module_of
 from partitioner.passes.layout import is_expanded
 from partitioner.passes.randomness import random
 from partitioner.passes.segment import Unit, segment
@@ -219,7 +218,7 @@ def _class(name: str, members: Sequence[_Draft], inputs: dict[fx.Node, Input]) -
         if op.meta.get("cut") is not None:
             new.meta["cut"] = op.meta["cut"]
     graph.output(tuple(env[n] for n in draft.writes))
-    return BlockClass(name, fx.GraphModule(torch.nn.Module(), graph), draft.wants, draft.tangents, scalars)
+    return BlockClass(name, module_of(graph), draft.wants, draft.tangents, scalars)
 
 
 def _changing(labels: Sequence[str]) -> set[int]:

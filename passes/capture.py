@@ -27,7 +27,7 @@ from partitioner.errors import CaptureError
 from partitioner.passes.functional import Functional, functionalize, sweep
 from partitioner.passes.functional_builder import first_value
 from partitioner.passes.functional_schema import source_of
-from partitioner.passes.graph import Graph, Input, InputKind, Output
+from partitioner.passes.graph import Graph, Input, InputKind, Output, module_of
 from partitioner.passes.objective import objective
 from partitioner.passes.refuse import PythonRandomness, check_model, explain, tripwires
 from partitioner.passes.refuse_state import Snapshot, judge
@@ -253,7 +253,7 @@ def _assemble(
         if label.constant is not None:
             constants[label.name] = label.constant
     _refuse_unknown(builder.graph)
-    module = fx.GraphModule(nn.Module(), builder.graph)
+    module = module_of(builder.graph)
     return Graph(
         module,
         tuple(inputs),

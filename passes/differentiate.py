@@ -22,6 +22,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from partitioner.errors import CaptureError
 from partitioner.passes.block import BlockClass, Bytes
+from partitioner.passes.graph import module_of
 from partitioner.passes.layout import of_read, stretch
 from partitioner.passes.record import Recording, record
 from partitioner.passes.unify import Linear, Unifier, byte_count, evaluate, is_number, sentinels
@@ -96,7 +97,7 @@ def differentiate(cls: BlockClass, rows: int | None) -> Joint:
     forward = frozenset(n.name for n in graph.nodes if n.op == "call_function" and n not in late and not is_number(n))
     wanted = tuple(i for i, want in enumerate(cls.wants) if want) if cls.tangents else ()
     tangents = cls.tangents if wanted else ()
-    module = fx.GraphModule(torch.nn.Module(), graph)
+    module = module_of(graph)
     joint = Joint(cls.name, module, len(cls.wants), len(writes), tangents, wanted, at, forward, dict(cls.scalars))
     if at is not None:
         _check(joint, at + 3)

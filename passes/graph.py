@@ -14,12 +14,18 @@ from typing import Any, Literal
 
 import torch
 from torch import fx
+from torch.fx._lazy_graph_module import _LazyGraphModule
 from torch.utils._pytree import TreeSpec
 
 from partitioner.errors import CaptureError
 
 InputKind = Literal["parameter", "buffer", "constant", "input", "prologue", "scalar"]
 OutputKind = Literal["loss", "output", "buffer", "prologue"]
+
+
+def module_of(graph: fx.Graph) -> fx.GraphModule:
+    """A module that runs the graph. Its code is only written when it is first called; for most graphs it never is."""
+    return _LazyGraphModule(torch.nn.Module(), graph)
 
 
 @dataclass(frozen=True)
@@ -70,7 +76,7 @@ class Graph:
     @property
     def results(self) -> list[fx.Node]:
         output = next(iter(reversed(self.module.graph.nodes)))
-        return list(output.args[0])  # type: ignore[arg-type]
+        return list(output.args[0])
 
     def with_module(self, module: fx.GraphModule, **changes: Any) -> "Graph":
         return replace(self, module=module, **changes)

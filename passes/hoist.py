@@ -5,15 +5,15 @@ Micro-batches, which cut the batch in time, then see such a sum as a constant.
 
 from dataclasses import replace
 
-import torch
 from torch import fx
 
 from partitioner.passes.collectives import collective_ops
 from partitioner.passes.dims import Cut
-from partitioner.passes.graph import Graph, Input, Output
+from partitioner.passes.graph import Graph, Input, Output, module_of
 from partitioner.passes.placement import REPLICATE
+from partitioner.passes.randomness import random
 
-_random = torch.ops.partitioner.random.default
+_DRAW = random._opoverload
 Cuts = list[Cut | None]
 
 
@@ -43,7 +43,7 @@ def hoist(graph: Graph, cuts: Cuts) -> tuple[Graph | None, Graph, Cuts]:
     early.output([env[node] for node in wanted])
     early.eliminate_dead_code()
     prologue = graph.with_module(
-        fx.GraphModule(torch.nn.Module(), early),
+        module_of(early),
         inputs=tuple(described[node] for node in env if node.op == "placeholder"),
         outputs=tuple(Output("prologue", given.name) for given in wanted.values()),
     )
@@ -58,7 +58,7 @@ def _of_inputs_alone(graph: Graph, described: dict[fx.Node, Input]) -> list[fx.N
         if node.op == "placeholder":
             if described[node].kind in ("input", "constant") or described[node].name in ("rows", "start"):
                 alone.add(node)
-        elif node.op == "call_function" and node.target is not _random and all(a in alone for a in node.all_input_nodes):
+        elif node.op == "call_function" and node.target is not _DRAW and all(a in alone for a in node.all_input_nodes):
             alone.add(node)
     return [n for n in graph.module.graph.nodes if n in alone and n.target in collective_ops()]
 

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, fx
 
 from partitioner.passes.dims import Cut
-from partitioner.passes.graph import Graph
+from partitioner.passes.graph import Graph, module_of
 from partitioner.passes.placement import carried, locate
 from partitioner.passes.rules import describe, tensor_arguments
 from partitioner.passes.rules.pointwise import broadcast_shape
@@ -47,7 +47,7 @@ def pair_rows(graph: Graph) -> Graph:
     for node in graph.module.graph.nodes:
         env[node] = _Gather(new, env, node).write(pairs[node]) if node in pairs else new.node_copy(node, env.__getitem__)
     new.eliminate_dead_code()
-    return graph.with_module(fx.GraphModule(torch.nn.Module(), new)).check()
+    return graph.with_module(module_of(new)).check()
 
 
 def _enumerates(node: fx.Node, counted: dict[fx.Node, int]) -> int | None:

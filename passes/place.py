@@ -29,7 +29,7 @@ from partitioner.passes.check_place import check_placed
 from partitioner.passes.collectives import collective_ops
 from partitioner.passes.dims import Cut, Dims
 from partitioner.passes.finer import finer
-from partitioner.passes.graph import Graph, Input
+from partitioner.passes.graph import Graph, Input, module_of
 from partitioner.passes.hoist import hoist
 from partitioner.passes.placement import PARTIAL, REPLICATE, SCALARS, Fallback, Placed, Places, Where, carried, locate, unplaced
 from partitioner.passes.rules import describe, localise, tensor_arguments
@@ -96,7 +96,7 @@ class _Placer:
                 cuts.append(None)
             else:
                 self.new.erase_node(self.scalars[name])
-        main = graph.with_module(fx.GraphModule(torch.nn.Module(), self.new), inputs=tuple(inputs))
+        main = graph.with_module(module_of(self.new), inputs=tuple(inputs))
         whole = whole_share(main)
         prologue, main, cuts = hoist(main, cuts)
         remaining = tuple(
@@ -182,7 +182,8 @@ class _Placer:
 
     def _whole(self, node: fx.Node, arguments: list[fx.Node], rule: OpDims | None) -> fx.Node:
         """An op of whole values: in local size where it makes the rows itself (a fill, an expand), else as it is."""
-        cut = self.dims.cut(node, self.batch.atom) if self.batch and node in self.dims else None
+        atoms = self.batch.atoms if self.batch and node in self.dims else ()
+        cut = next((cut for atom in atoms if (cut := self.dims.cut(node, atom)) is not None), None)
         if cut is not None and rule is not None and len(rule.outputs) == 1 and rule.outputs[0] is not None:
             found = locate(cut, rule.outputs[0], rule.sizes)
             if found is not None and found[0] not in rule.whole and not any(found[0] in dim for names in rule.inputs for dim in names or ()):
