@@ -177,11 +177,11 @@ def prepare(graph: Graph, *, batch_dim: Any, ranks: int, in_time: bool, seconds:
     else:
         graph = pair_rows(graph)
         dims = analyse(graph)
-        tried: dict[int, Placed] = {}
+        tried: dict[tuple[int, ...], Placed] = {}
 
         def fit(candidate: Batch) -> Fit:
-            tried[candidate.atom] = place(graph, dims, candidate, AXIS)
-            return tried[candidate.atom].fit
+            tried[candidate.atoms] = place(graph, dims, candidate, AXIS)
+            return tried[candidate.atoms].fit
 
         if isinstance(batch_dim, Mapping):
             batch = told(graph, dims, batch_dim)
@@ -189,7 +189,7 @@ def prepare(graph: Graph, *, batch_dim: Any, ranks: int, in_time: bool, seconds:
             batch = infer(graph, dims, fit, batch_dim if isinstance(batch_dim, int) else None)
         if batch is not None and batch.total < ranks:
             batch = None  # fewer rows than ranks: every rank computes all of them and counts its share
-        placed = tried[batch.atom] if batch is not None and batch.atom in tried else place(graph, dims, batch, AXIS)
+        placed = tried[batch.atoms] if batch is not None and batch.atoms in tried else place(graph, dims, batch, AXIS)
     total = None if batch is None else batch.total
     rows = 1 if total is None else -(-total // ranks)
     prologue = None if placed.prologue is None else _prologue(placed.prologue, rows)

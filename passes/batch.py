@@ -4,6 +4,9 @@ Candidates are the atoms of dim 0 of the input leaves (the one that most leaves 
 features do, comes last. The first whose cut mixes nothing is the batch; a sequence-first model is told from a batch-first one because attention
 mixes the sequence. Where every candidate mixes (contrastive losses, BatchNorm), it is the one whose cut spares the ranks most work, and among
 equals that of dim 0, as everywhere in torch.
+
+Inputs that meet in nothing but products of their rows (images and texts, compared all with all) share no atom. Each is one of the batch's atoms
+where it has as many rows and cutting it too spares work.
 """
 
 from collections import Counter
@@ -19,15 +22,22 @@ from partitioner.passes.graph import Graph
 
 MOST = 16  # candidates tried per dim
 LOST = 0.95  # a cut that leaves this share of the work whole spares nothing
+SPARED = 0.05  # the share of the work that makes it worth cutting another group of inputs
 
 
 @dataclass(frozen=True)
 class Batch:
-    """The batch atom, its size (rows of the global batch), and where each input leaf carries it (path -> cut; absent: nowhere)."""
+    """The batch atoms (one, or one of each group of inputs), their size (rows of the global batch), and where each input leaf carries one
+    (path -> cut; absent: nowhere)."""
 
-    atom: int
+    atoms: tuple[int, ...]
     total: int
     cuts: Mapping[str, Cut]
+
+    @property
+    def atom(self) -> int:
+        """The atom that stands for all of them once the batch is chosen."""
+        return self.atoms[0]
 
 
 @dataclass(frozen=True)
@@ -47,9 +57,20 @@ def _leaves(graph: Graph) -> list[tuple[str, fx.Node]]:
     ]
 
 
-def _batch(graph: Graph, dims: Dims, atom: int) -> Batch:
-    cuts = {name: cut for name, node in _leaves(graph) if (cut := dims.cut(node, atom)) is not None}
-    return Batch(atom, dims.sizes((atom,)), cuts)
+def _batch(graph: Graph, dims: Dims, *atoms: int) -> Batch:
+    cuts: dict[str, Cut] = {}
+    for name, node in _leaves(graph):
+        for atom in atoms:
+            if name not in cuts and (cut := dims.cut(node, atom)) is not None:
+                cuts[name] = cut
+    return Batch(tuple(sorted(atoms)), dims.sizes(atoms[:1]), cuts)
+
+
+def _settled(batch: Batch, dims: Dims) -> Batch:
+    """From here on the batch's atoms are one."""
+    for other in batch.atoms[1:]:
+        dims.unify(batch.atoms[:1], (other,))
+    return batch
 
 
 def _voted(graph: Graph, dims: Dims, position: int) -> Iterator[int]:
@@ -91,23 +112,37 @@ def infer(graph: Graph, dims: Dims, fit: Callable[[Batch], Fit], dim: int | None
     features = _of_parameters(graph, dims)
     behind = [b for b in tried if b.atom in features and (dim is not None or all(cut.dim == 0 for cut in b.cuts.values()))]
     for group in ([b for b in tried if b.atom not in features], behind):
-        batch = _best(group, fit, LOST if dim is None else 2.0)
-        if batch is not None:
-            return batch
+        best = _best(group, fit, LOST if dim is None else 2.0)
+        if best is not None:
+            return _settled(_joined(graph, dims, *best, fit, dim), dims)
     return None
 
 
-def _best(group: list[Batch], fit: Callable[[Batch], Fit], lost: float) -> Batch | None:
+def _best(group: list[Batch], fit: Callable[[Batch], Fit], lost: float) -> tuple[Batch, Fit] | None:
     """The first that mixes nothing, else the one that leaves least work whole; None where that is too much."""
-    best: tuple[tuple[float, bool, int], Batch] | None = None
+    best: tuple[tuple[float, bool, int], Batch, Fit] | None = None
     for batch in group:
         found = fit(batch)
         if found.mixed == 0 and found.whole <= lost / 2:
-            return batch
+            return batch, found
         key = (round(found.whole, 1), any(cut.dim != 0 for cut in batch.cuts.values()), found.mixed)
         if found.whole < lost and (best is None or key < best[0]):
-            best = key, batch
-    return None if best is None else best[1]
+            best = key, batch, found
+    return None if best is None else best[1:]
+
+
+def _joined(graph: Graph, dims: Dims, batch: Batch, now: Fit, fit: Callable[[Batch], Fit], dim: int | None) -> Batch:
+    """The batch with the leaves of as many rows whose cutting spares work."""
+    position = Counter(cut.dim for cut in batch.cuts.values()).most_common(1)[0][0] if dim is None else dim
+    for name, node in _leaves(graph):
+        at, shape = _at(graph, name, position), dims.shape(node)
+        if name in batch.cuts or at is None or not shape or not shape[at] or dims.sizes(shape[at][:1]) != batch.total:
+            continue
+        wider = _batch(graph, dims, *batch.atoms, shape[at][0])
+        found = fit(wider)
+        if found.whole <= now.whole - SPARED:
+            batch, now = wider, found
+    return batch
 
 
 def _of_parameters(graph: Graph, dims: Dims) -> set[int]:
@@ -149,13 +184,20 @@ def told(graph: Graph, dims: Dims, batch_dim: Mapping[str, int | None]) -> Batch
     problems = []
     for atom in (dims.shape(leaves[first]) or ())[at]:
         batch = _batch(graph, dims, atom)
+        for name, dim in wanted.items():  # what the graph does not relate, the user may
+            shape = dims.shape(leaves[name]) or ()
+            if name not in batch.cuts and dim is not None and shape[dim] and dims.sizes(shape[dim][:1]) == batch.total:
+                batch = _batch(graph, dims, *batch.atoms, shape[dim][0])
         wrong = next((name for name, dim in wanted.items() if dim != (batch.cuts[name].dim if name in batch.cuts else None)), None)
         if wrong is None:
-            return batch
+            return _settled(batch, dims)
         problems.append((wrong, batch))
     wrong, batch = problems[0]
-    has = f"the batch in dim {batch.cuts[wrong].dim}" if wrong in batch.cuts else "no batch dim"
+    if wrong in batch.cuts:
+        has = f"the way the model uses it gives it the batch in dim {batch.cuts[wrong].dim}"
+    else:
+        has = f"it has shape {tuple(leaves[wrong].meta['val'].shape)} and shares no dim of {batch.total} rows with the others there"
     raise BatchError(
-        f"batch_dim says {batch_dim[wrong]} for {wrong}, but the way the model uses it gives it {has}, where dim {at} of {first} is the batch "
-        f"({batch.total} rows); leave batch_dim='auto' or correct it"
+        f"batch_dim says {batch_dim[wrong]} for {wrong}, but {has}, where dim {at} of {first} is the batch ({batch.total} rows); "
+        "leave batch_dim='auto' or correct it"
     )

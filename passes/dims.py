@@ -60,15 +60,25 @@ class Dims:
         if all(links[a] is None for a in atoms):
             return atoms
         out: list[int] = []
-        for a in atoms:
+        left = [*reversed(atoms)]
+        while left:
+            a = self._last(left.pop())
             link = links[a]
             if link is None:
                 out.append(a)
             else:
-                link = self.roots(link)
-                links[a] = link  # path compression
-                out.extend(link)
+                left.extend(reversed(link))
         return tuple(out)
+
+    def _last(self, a: int) -> int:
+        """The end of a run of atoms that each stand for the next one; the run then points to it."""
+        links, passed = self._link, []
+        while (link := links[a]) is not None and len(link) == 1:
+            passed.append(a)
+            a = link[0]
+        for b in passed:
+            links[b] = (a,)
+        return a
 
     @property
     def atoms(self) -> Atoms:

@@ -4,18 +4,17 @@ Everything is one autograd graph, so that the gradients are those of the sum ove
 draw the whole value and keep the shard's rows of it, so that a placed graph with random ops equals the whole graph.
 """
 
-import operator
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, fx, nn
 from torch.distributed.tensor.placement_types import Partial
 
-from partitioner.passes.batch import Batch, Fit, infer
+from partitioner.passes.batch import Batch, infer
 from partitioner.passes.capture import capture
-from partitioner.passes.collectives import _as_rows, _from_rows, collective_ops, spread
+from partitioner.passes.collectives import _as_rows, _from_rows, spread
 from partitioner.passes.dims import Cut, Dims, analyse
 from partitioner.passes.graph import Graph
 from partitioner.passes.own_rows import pair_rows
@@ -23,7 +22,7 @@ from partitioner.passes.place import Placed, Where, place
 from partitioner.passes.randomness import random as draw
 from partitioner.passes.tree import named_leaves
 
-KEY = 11
+KEY, LOCAL, SHARED = 11, -2, -3  # what draws here; what stands for key_local and key_shared
 _ops = torch.ops.partitioner
 
 
@@ -48,27 +47,17 @@ def join(values: Sequence[Tensor], cut: Cut) -> Tensor:
     return _from_rows(torch.cat([_as_rows(v, cut.dim, cut.outer, cut.inner) for v in values]), cut.dim)
 
 
-def _map(value: Any, get: Callable[[fx.Node], Any]) -> Any:
-    return fx.map_arg(value, get)
-
-
-def _random(node: fx.Node, args: Sequence[Any], cut: Cut | None, shard: Shard) -> Tensor:
-    whole = draw(list(node.meta["val"].shape), *args[1:6], KEY, args[7])
-    if cut is None:
-        return whole
-    mine = rows_of(whole, cut, shard)
-    assert list(mine.shape) == list(args[0]), f"{node} is made in size {args[0]} where its shard has {tuple(mine.shape)}"
-    return mine
-
-
-def run_graph(graph: Graph, named: Mapping[str, Any], parts: Sequence[Shard], cuts: Sequence[Cut | None], extra: Sequence[Mapping[str, Any]]) -> list[list[Any]]:
+def run_graph(
+    graph: Graph, named: Mapping[str, Any], parts: Sequence[Shard], cuts: Sequence[Cut | None], extra: Sequence[Mapping[str, Any]]
+) -> list[list[Any]]:
     """The results of each shard: result[shard][output]. `named` holds whole values by input name, `extra` further values per shard."""
     envs: list[dict[fx.Node, Any]] = [{} for _ in parts]
     for node, described, cut in zip(graph.placeholders, graph.inputs, cuts, strict=True):
         for env, shard, more in zip(envs, parts, extra, strict=True):
-            scalars = {"rows": shard.rows, "start": shard.start, "key_local": -2, "key_shared": -3, "share": 1 / len(parts)}
             if described.kind == "scalar":
-                env[node] = scalars[described.name]
+                env[node] = {"rows": shard.rows, "start": shard.start, "key_local": LOCAL, "key_shared": SHARED, "share": 1 / len(parts)}[
+                    described.name
+                ]
             elif described.name in more:
                 env[node] = more[described.name]
             else:
@@ -76,40 +65,47 @@ def run_graph(graph: Graph, named: Mapping[str, Any], parts: Sequence[Shard], cu
     for node in graph.module.graph.nodes:
         if node.op != "call_function":
             continue
-        given = [(_map(node.args, env.__getitem__), _map(node.kwargs, env.__getitem__)) for env in envs]
-        if node.target in collective_ops():
-            first = [args[0] for args, _ in given]
-            if node.target is _ops.all_reduce.default:
-                made: list[Any] = [torch.stack(first).sum(0).to(first[0].dtype)] * len(parts)
-            else:
-                _, _, dim, outer, inner, total = given[0][0]
-                assert total == sum(shard.rows for shard in parts)
-                made = [join(first, Cut(dim, outer, inner))] * len(parts)
-        elif node.target is _ops.random.default:
-            cut = node.meta.get("cut")
-            keys = {args[6] for args, _ in given}
-            assert keys == ({-2} if cut is not None else {-3}), f"{node} draws with key {keys}"
-            made = [_random(node, args, cut, shard) for (args, _), shard in zip(given, parts, strict=True)]
-        elif node.target is _ops.shard.default:
-            made = [_from_rows(_as_rows(x, dim, outer, inner).narrow(0, start, rows), dim) for (x, dim, outer, inner, start, rows), _ in given]
-        elif node.target is _ops.share.default:
-            made = [x * share for (x, share), _ in given]
-        else:
-            made = [node.target(*args, **kwargs) for args, kwargs in given]
-        for env, value in zip(envs, made, strict=True):
+        given = [(fx.map_arg(node.args, env.__getitem__), fx.map_arg(node.kwargs, env.__getitem__)) for env in envs]
+        for env, shard, value in zip(envs, parts, _step(node, given, parts), strict=True):
             env[node] = value
-            _check_shape(node, value, env, graph, parts[envs.index(env)] if False else None)
+            _check_shape(node, value, shard)
     return [[env[n] for n in graph.results] for env in envs]
 
 
-def _check_shape(node: fx.Node, value: Any, env: Any, graph: Graph, shard: Any) -> None:
-    return None
+def _step(node: fx.Node, given: list[tuple[Any, Any]], parts: Sequence[Shard]) -> list[Any]:
+    """One op on every shard."""
+    first = [args[0] for args, _ in given if args]
+    if node.target is _ops.all_reduce.default:
+        return [torch.stack(first).sum(0).to(first[0].dtype)] * len(parts)
+    if node.target is _ops.all_gather.default:
+        _, _, dim, outer, inner, total = given[0][0]
+        assert total == sum(shard.rows for shard in parts)
+        return [join(first, Cut(dim, outer, inner))] * len(parts)
+    if node.target is _ops.random.default:
+        cut = node.meta.get("cut")
+        assert {args[6] for args, _ in given} == {SHARED if cut is None else LOCAL}, f"{node} draws with the wrong key"
+        whole = draw(list(node.meta["val"].shape), *given[0][0][1:6], KEY, given[0][0][7])
+        return [whole if cut is None else rows_of(whole, cut, shard) for shard in parts]
+    if node.target is _ops.shard.default:  # by its definition, so that autograd needs no rule of ours
+        return [rows_of(x, Cut(dim, outer, inner), Shard(start, rows)) for (x, dim, outer, inner, start, rows), _ in given]
+    if node.target is _ops.share.default:
+        return [x * share for (x, share), _ in given]
+    return [node.target(*args, **kwargs) for args, kwargs in given]  # type: ignore[operator]
+
+
+def _check_shape(node: fx.Node, value: Any, shard: Shard) -> None:
+    if isinstance(value, Tensor):
+        shape, cut = list(node.meta["val"].shape), node.meta.get("cut")
+        if cut is not None:
+            shape[cut.dim] = shard.rows * cut.outer * cut.inner
+        assert list(value.shape) == shape and value.dtype == node.meta["val"].dtype, f"{node} has {tuple(value.shape)} in place of {shape}"
 
 
 @dataclass
 class Captured:
-    """A captured model with the values of its inputs by name."""
+    """A captured model with the values of its inputs by name. `graph` is what is placed, `original` what was captured."""
 
+    original: Graph
     graph: Graph
     values: dict[str, Any]
     dims: Dims
@@ -118,15 +114,11 @@ class Captured:
     def trained(self) -> dict[str, Tensor]:
         return {d.name: self.values[d.name] for d in self.graph.inputs if d.kind == "parameter" and d.requires_grad}
 
-    def infer(self) -> tuple[Batch | None, Placed]:
-        tried: dict[int, Placed] = {}
+    def place(self, batch: Batch | None) -> Placed:
+        return place(self.graph, self.dims, batch, "dp")
 
-        def fit(batch: Batch) -> Fit:
-            tried[batch.atom] = place(self.graph, self.dims, batch, "dp")
-            return tried[batch.atom].fit
-
-        batch = infer(self.graph, self.dims, fit)
-        return batch, tried[batch.atom] if batch is not None else place(self.graph, self.dims, None, "dp")
+    def infer(self, dim: int | None = None) -> Batch | None:
+        return infer(self.graph, self.dims, lambda batch: self.place(batch).fit, dim)
 
 
 def captured(
@@ -135,29 +127,26 @@ def captured(
     kwargs: dict[str, Any] | None = None,
     loss: Callable[..., Any] | None = None,
     targets: Any = None,
-    mode: Any = "loss",
+    mode: Literal["loss", "forward"] = "loss",
 ) -> Captured:
+    """A loss of (output) where there are no targets, else of (output, targets)."""
     has_targets = targets is not None
-    graph = capture(model, args, kwargs, loss=loss, targets=targets, has_targets=has_targets, mode=mode)
+    original = capture(model, args, kwargs, loss=loss, targets=targets, has_targets=has_targets, mode=mode)
     leaves, _ = named_leaves(args, dict(kwargs or {}), targets, has_targets and mode == "loss")
-    values: dict[str, Any] = {**dict(leaves), **graph.constants}
+    values: dict[str, Any] = {**dict(leaves), **original.constants}
     values.update((name, tensor.detach().clone()) for name, tensor in (*model.named_parameters(), *model.named_buffers()))
-    for described in graph.inputs:
+    for described in original.inputs:
         if described.kind == "parameter" and described.requires_grad:
             values[described.name].requires_grad_()
-    graph = pair_rows(graph)
-    return Captured(graph, values, analyse(graph))
+    graph = pair_rows(original)
+    return Captured(original, graph, values, analyse(graph))
 
 
 def run_whole(given: Captured) -> list[Any]:
     """The results of the captured graph on the whole batch."""
-    env: dict[fx.Node, Any] = {}
-    for node, described in zip(given.graph.placeholders, given.graph.inputs, strict=True):
-        env[node] = KEY if described.kind == "scalar" else given.values[described.name]
-    for node in given.graph.module.graph.nodes:
-        if node.op == "call_function":
-            env[node] = node.target(*_map(node.args, env.__getitem__), **_map(node.kwargs, env.__getitem__))
-    return [env[n] for n in given.graph.results]
+    inputs = [KEY if d.kind == "scalar" else given.values[d.name] for d in given.original.inputs]
+    results: list[Any] = fx.Interpreter(given.original.module).run(*inputs)
+    return results
 
 
 def run_placed(given: Captured, placed: Placed, total: int, ranks: int, micro_batches: int = 1) -> list[list[Any]]:
@@ -201,18 +190,21 @@ def compare(given: Captured, placed: Placed, batch: Batch | None, ranks: int, mi
     """Assert that the placed graph on so many shards has the results and the gradients of the whole graph."""
     total = batch.total if batch is not None else ranks
     want = run_whole(given)
-    have = [combine(column, where) for column, where in zip(zip(*run_placed(given, placed, total, ranks, micro_batches), strict=True), placed.outputs, strict=True)]
+    columns = zip(*run_placed(given, placed, total, ranks, micro_batches), strict=True)
+    have = [combine(column, where) for column, where in zip(columns, placed.outputs, strict=True)]
     ends: list[list[Tensor]] = [[], []]
     for output, a, b in zip(given.graph.outputs, want, have, strict=True):
         close(f"{output.kind} {output.name}", a, b, tolerance)
         if output.kind != "buffer" and a.is_floating_point():
             ends[0].append(a)
             ends[1].append(b)
-    trained = given.trained
-    for (name, a), b in zip(gradients(ends[0], trained).items(), gradients(ends[1], trained).values(), strict=True):
-        assert (a is None) == (b is None) or float((a if a is not None else b).abs().max()) == 0, f"gradient of {name}: {a} against {b}"
-        if a is not None and b is not None:
-            close(f"gradient of {name}", a, b, tolerance)
+    expected, found = gradients(ends[0], given.trained), gradients(ends[1], given.trained)
+    for name, gradient in expected.items():
+        other = found[name]
+        if gradient is not None and other is not None:
+            close(f"gradient of {name}", gradient, other, tolerance)
+        else:
+            assert gradient is other, f"gradient of {name}: {gradient} against {other}"
 
 
 def close(what: str, want: Tensor, have: Tensor, tolerance: float) -> None:
@@ -220,5 +212,5 @@ def close(what: str, want: Tensor, have: Tensor, tolerance: float) -> None:
     if not want.is_floating_point():
         assert torch.equal(want, have), f"{what}: {want} against {have}"
         return
-    scale = max(1.0, float(want.abs().nan_to_num().max())) if want.numel() else 1.0
+    scale = max(1.0, float(want.detach().abs().nan_to_num().max())) if want.numel() else 1.0
     torch.testing.assert_close(have, want, rtol=tolerance, atol=tolerance * scale, equal_nan=True, msg=lambda text: f"{what}: {text}")

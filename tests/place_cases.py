@@ -1,9 +1,10 @@
-"""Small losses of a batch, each written to break the cutting of the batch: CASES[name] = (function, inputs).
+"""Small losses of a batch, each written to break the cutting of the batch.
 
-The function takes the parameters `p` (w [6,6], b [6], row [7,6] as many rows as the batch, one [1,6], s scalar, and buffers) and the inputs: x [7,4,6], flat [7,6], …
+A case is a function of the parameters `p` (w, b, s, some of them as long as the batch, and buffers) and of the inputs it names.
 """
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -62,12 +63,27 @@ def _inputs() -> dict[str, Tensor]:
 
 
 INPUTS = _inputs()
-CASES: dict[str, tuple[Callable[..., Any], tuple[str, ...]]] = {}
 
 
-def given(*names: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+@dataclass(frozen=True)
+class Case:
+    """A loss function of (p, *inputs). `mixes`: values are gathered or summed in between; `rows`: of the batch that is found (None: none)."""
+
+    function: Callable[..., Any]
+    inputs: tuple[str, ...]
+    mixes: bool
+    rows: int | None
+
+    def call(self) -> tuple[Given, tuple[Tensor, ...]]:
+        return Given(self.function), tuple(INPUTS[name].clone() for name in self.inputs)
+
+
+CASES: dict[str, Case] = {}
+
+
+def given(*names: str, mixes: bool = False, rows: int | None = B) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     def register(function: Callable[..., Any]) -> Callable[..., Any]:
-        CASES[function.__name__] = (function, names)
+        CASES[function.__name__] = Case(function, names, mixes, rows)
         return function
 
     return register
@@ -92,39 +108,39 @@ def ratio_of_means(p: Any, x: Tensor, y: Tensor) -> Tensor:
     return (x @ p.w).mean() / (y * p.b).pow(2).mean()
 
 
-@given("flat")
+@given("flat", mixes=True)
 def square_of_a_mean(p: Any, x: Tensor) -> Tensor:
     m = (x @ p.w).mean()
     return m * m + m
 
 
-@given("flat")
+@given("flat", mixes=True)
 def root_mean_square(p: Any, x: Tensor) -> Tensor:
     return F.mse_loss(x @ p.w, x).sqrt()
 
 
-@given("flat")
+@given("flat", mixes=True)
 def log_of_a_mean(p: Any, x: Tensor) -> Tensor:
     return (x @ p.w).pow(2).mean().log()
 
 
-@given("flat")
+@given("flat", mixes=True)
 def largest_of_the_batch(p: Any, x: Tensor) -> Tensor:
     return (x @ p.w).sum(1).max()
 
 
-@given("flat")
+@given("flat", mixes=True)
 def hardest_rows(p: Any, x: Tensor) -> Tensor:
     return (x @ p.w).pow(2).sum(1).topk(3).values.mean()
 
 
-@given("flat")
+@given("flat", mixes=True)
 def variance_over_the_batch(p: Any, x: Tensor) -> Tensor:
     h = x @ p.w
     return h.var(0).sum() + h.std() + h.var(0, unbiased=False).mean()
 
 
-@given("flat")
+@given("flat", mixes=True)
 def covariance(p: Any, x: Tensor) -> Tensor:
     h = x @ p.w
     h = h - h.mean(0)
@@ -142,7 +158,7 @@ def weights_normalised_first(p: Any, x: Tensor, weight: Tensor) -> Tensor:
     return ((x @ p.w).pow(2).mean(1) * (weight / weight.sum())).sum()
 
 
-@given("flat")
+@given("flat", mixes=True)
 def weights_of_the_model(p: Any, x: Tensor) -> Tensor:
     weight = (x @ p.w)[:, 0].sigmoid()
     return ((x * p.b).sum(1) * weight).sum() / weight.sum()
@@ -176,22 +192,22 @@ def sum_over_parameters_and_rows(p: Any, x: Tensor) -> Tensor:
     return torch.stack([(x @ p.w).mean(), p.w.norm(), (x * p.b).sum()]).sum()
 
 
-@given("flat")
+@given("flat", mixes=True)
 def max_of_two_terms(p: Any, x: Tensor) -> Tensor:
     return torch.maximum((x @ p.w).mean(), (x * p.b).mean())
 
 
-@given("flat")
+@given("flat", mixes=True)
 def means_of_rows_stacked(p: Any, x: Tensor) -> Tensor:
     return torch.cat([(x @ p.w).mean(0), p.b]).pow(2).sum()
 
 
-@given("flat")
+@given("flat", rows=None)
 def loss_per_sample(p: Any, x: Tensor) -> Tensor:
     return torch.stack([(x[i] @ p.w).pow(2).sum() for i in range(x.shape[0])]).mean()
 
 
-@given("flat")
+@given("flat", rows=None)
 def mean_of_unbound_rows(p: Any, x: Tensor) -> Tensor:
     return sum((row @ p.w).pow(2).sum() for row in x.unbind(0)) / len(x)
 
@@ -204,7 +220,7 @@ def focal(p: Any, x: Tensor, labels: Tensor) -> Tensor:
 
 @given("flat", "labels")
 def class_balanced(p: Any, x: Tensor, labels: Tensor) -> Tensor:
-    count = torch.bincount(labels, minlength=D) if False else F.one_hot(labels, D).sum(0)
+    count = F.one_hot(labels, D).sum(0)
     weight = 1.0 / count.clamp(min=1).double()
     return F.cross_entropy(x @ p.w, labels, weight=weight)
 
@@ -214,7 +230,7 @@ def one_hot_product(p: Any, x: Tensor, labels: Tensor) -> Tensor:
     return -(F.one_hot(labels, D) * (x @ p.w).log_softmax(-1)).sum(-1).mean()
 
 
-@given("flat")
+@given("flat", mixes=True)
 def unbalanced_transport(p: Any, x: Tensor) -> Tensor:
     scores = (x @ p.w).exp()
     scores = scores / scores.sum(0, keepdim=True)
@@ -222,7 +238,7 @@ def unbalanced_transport(p: Any, x: Tensor) -> Tensor:
     return (scores * x).sum()
 
 
-@given("flat")
+@given("flat", mixes=True)
 def entropy_of_the_mean(p: Any, x: Tensor) -> Tensor:
     q = (x @ p.w).softmax(-1).mean(0)
     return -(q * q.log()).sum()
@@ -269,7 +285,7 @@ def swapped_then_merged(p: Any, x: Tensor) -> Tensor:
     return h.view(T, B, D).transpose(0, 1).cumsum(1).pow(2).mean()
 
 
-@given("x")
+@given("x", rows=4)
 def merged_into_features(p: Any, x: Tensor) -> Tensor:
     h = x.permute(1, 2, 0).reshape(T, D * B)
     return (h.view(T, D, B) * p.seven).pow(2).mean()
@@ -283,7 +299,7 @@ def heads_in_the_batch(p: Any, x: Tensor) -> Tensor:
     return h.pow(2).mean()
 
 
-@given("pairs")
+@given("pairs", rows=3)
 def rows_in_pairs(p: Any, x: Tensor) -> Tensor:
     h = (x @ p.w).view(3, 2, D)
     return (h[:, 0] - h[:, 1]).pow(2).mean()
@@ -308,7 +324,7 @@ def einsum(p: Any, x: Tensor) -> Tensor:
 
 
 @given("x")
-def equal_sizes(p: Any, x: Tensor) -> Tensor:
+def pairs_in_a_row(p: Any, x: Tensor) -> Tensor:
     h = x[:, :, :] @ p.w
     return (h @ h.mT).pow(2).mean()
 
@@ -316,7 +332,7 @@ def equal_sizes(p: Any, x: Tensor) -> Tensor:
 # --- rows that meet ------------------------------------------------------------------------------------------------
 
 
-@given("flat", "other")
+@given("flat", "other", mixes=True)
 def contrastive(p: Any, x: Tensor, y: Tensor) -> Tensor:
     a, b = F.normalize(x @ p.w, dim=-1), F.normalize(y @ p.w, dim=-1)
     logits = a @ b.T * p.s.exp()
@@ -324,7 +340,7 @@ def contrastive(p: Any, x: Tensor, y: Tensor) -> Tensor:
     return (F.cross_entropy(logits, at) + F.cross_entropy(logits.T, at)) / 2
 
 
-@given("flat", "other")
+@given("flat", "other", mixes=True)
 def two_views(p: Any, x: Tensor, y: Tensor) -> Tensor:
     z = F.normalize(torch.cat([x @ p.w, y @ p.w]), dim=-1)
     scores = (z @ z.T).masked_fill(torch.eye(2 * B, dtype=torch.bool), -1e9)
@@ -338,48 +354,48 @@ def two_views_in_one_net(p: Any, x: Tensor, y: Tensor) -> Tensor:
     return (a - b).pow(2).mean() + (a * b).sum(-1).mean()
 
 
-@given("flat")
+@given("flat", mixes=True)
 def softmax_over_the_batch(p: Any, x: Tensor) -> Tensor:
     return ((x @ p.w).softmax(0) * x).sum()
 
 
-@given("flat")
+@given("flat", mixes=True)
 def sorted_by_score(p: Any, x: Tensor) -> Tensor:
     h = x @ p.w
     order = h[:, 0].argsort()
     return (h[order] * torch.arange(B, dtype=F64)[:, None]).mean()
 
 
-@given("flat")
+@given("flat", mixes=True)
 def running_sum(p: Any, x: Tensor) -> Tensor:
     return (x @ p.w).cumsum(0).pow(2).mean()
 
 
-@given("flat")
+@given("flat", mixes=True)
 def reversed_rows(p: Any, x: Tensor) -> Tensor:
     h = x @ p.w
     return (h * h.flip(0)).mean()
 
 
-@given("flat")
+@given("flat", mixes=True)
 def rolled_rows(p: Any, x: Tensor) -> Tensor:
     h = x @ p.w
     return (h - h.roll(1, 0)).pow(2).mean()
 
 
-@given("flat")
+@given("flat", mixes=True)
 def neighbours(p: Any, x: Tensor) -> Tensor:
     h = x @ p.w
     return (h[1:] - h[:-1]).pow(2).mean()
 
 
-@given("flat")
+@given("flat", mixes=True)
 def first_rows(p: Any, x: Tensor) -> Tensor:
     h = x @ p.w
     return h[:3].pow(2).mean() + h[-1].sum()
 
 
-@given("flat")
+@given("flat", mixes=True)
 def unequal_halves(p: Any, x: Tensor) -> Tensor:
     a, b = (x @ p.w).split([3, 4])
     return a.pow(2).mean() - b.mean()
@@ -391,32 +407,32 @@ def distances(p: Any, x: Tensor, y: Tensor) -> Tensor:
     return torch.cdist(a, b).mean() + (a[:, None] - b[None]).pow(2).sum(-1).add(1).log().mean()
 
 
-@given("flat")
+@given("flat", mixes=True)
 def distances_of_itself(p: Any, x: Tensor) -> Tensor:
     a = x @ p.w
     d = (a[:, None] - a[None]).pow(2).sum(-1)
     return torch.exp(-d).sum() / B**2
 
 
-@given("flat", "square")
+@given("flat", "square", mixes=True)
 def pairwise_weights(p: Any, x: Tensor, weights: Tensor) -> Tensor:
     a = x @ p.w
     return (a @ a.T * weights).mean()
 
 
-@given("flat", "square")
+@given("flat", "square", mixes=True)
 def graph_of_rows(p: Any, x: Tensor, adjacency: Tensor) -> Tensor:
     h = (adjacency.softmax(1) @ (x @ p.w)).relu()
     return (adjacency.T @ h).pow(2).mean()
 
 
-@given("flat", "ids")
+@given("flat", "ids", mixes=True)
 def gathered_rows(p: Any, x: Tensor, ids: Tensor) -> Tensor:
     h = x @ p.w
     return (h[ids] - h).pow(2).mean() + h.index_select(0, ids).sum() + h.gather(0, ids[:, None].expand(B, D)).sum()
 
 
-@given("flat", "ids")
+@given("flat", "ids", mixes=True)
 def scattered_rows(p: Any, x: Tensor, ids: Tensor) -> Tensor:
     h = x @ p.w
     added = torch.zeros_like(h).index_add(0, ids, h)
@@ -424,7 +440,7 @@ def scattered_rows(p: Any, x: Tensor, ids: Tensor) -> Tensor:
     return (added * x).sum() + spread.pow(2).mean()
 
 
-@given("flat", "labels")
+@given("flat", "labels", mixes=True)
 def sums_by_class(p: Any, x: Tensor, labels: Tensor) -> Tensor:
     centres = torch.zeros(D, D, dtype=F64).index_add(0, labels, x @ p.w)
     return centres.pow(2).mean() + F.one_hot(labels, D).double().T.matmul(x @ p.w).abs().sum()
@@ -449,33 +465,33 @@ def gathered_in_the_row(p: Any, x: Tensor, tokens: Tensor) -> Tensor:
     return -logits.gather(-1, tokens[..., None]).squeeze(-1).mean()
 
 
-@given("flat")
+@given("flat", mixes=True)
 def norm_over_the_batch(p: Any, x: Tensor) -> Tensor:
     h = x @ p.w
     h = (h - h.mean(0, keepdim=True)) / (h.var(0, keepdim=True, unbiased=False) + 1e-5).sqrt()
     return (h * p.b).pow(3).mean()
 
 
-@given("flat")
+@given("flat", mixes=True)
 def batch_norm(p: Any, x: Tensor) -> Tensor:
     h = F.batch_norm(x @ p.w, None, None, p.b, p.b, training=True)
     return h.pow(3).mean()
 
 
-@given("flat")
+@given("flat", mixes=True)
 def detached_statistics(p: Any, x: Tensor) -> Tensor:
     h = x @ p.w
     m, v = h.mean(0).detach(), h.detach().var(0)
     return ((h - m) / (v + 1e-5).sqrt()).pow(3).mean()
 
 
-@given("flat")
+@given("flat", mixes=True)
 def detached_rows(p: Any, x: Tensor) -> Tensor:
     h = x @ p.w
     return (h - h.mean(0).detach() * h.detach().softmax(-1)).pow(2).mean()
 
 
-@given("flat")
+@given("flat", mixes=True)
 def centre_moves(p: Any, x: Tensor) -> Tensor:
     h = x @ p.w
     with torch.no_grad():
@@ -483,7 +499,7 @@ def centre_moves(p: Any, x: Tensor) -> Tensor:
     return (h - p.mean).pow(2).mean()
 
 
-@given("flat")
+@given("flat", mixes=True)
 def memory_bank(p: Any, x: Tensor) -> Tensor:
     h = x @ p.w
     loss = (h @ p.bank.T).logsumexp(1).mean()
@@ -492,28 +508,28 @@ def memory_bank(p: Any, x: Tensor) -> Tensor:
     return loss
 
 
-@given("flat")
+@given("flat", mixes=True)
 def norm_of_everything(p: Any, x: Tensor) -> Tensor:
     h = x @ p.w
-    return h / h.norm() if False else (h / h.norm()).pow(3).sum() + h.norm(dim=0).sum() + torch.linalg.vector_norm(h, ord=1) / h.abs().max()
+    return (h / h.norm()).pow(3).sum() + h.norm(dim=0).sum() + torch.linalg.vector_norm(h, ord=1) / h.abs().max()
 
 
-@given("flat")
+@given("flat", mixes=True)
 def median_and_quantile(p: Any, x: Tensor) -> Tensor:
     h = (x @ p.w).sum(1)
     return h.median() + h.quantile(0.3) + h.logsumexp(0) + h.prod()
 
 
-@given("flat")
+@given("flat", mixes=True)
 def gram_then_inverse(p: Any, x: Tensor) -> Tensor:
     h = x @ p.w
     gram = h.T @ h + torch.eye(D, dtype=F64)
     return torch.linalg.solve(gram, h.T @ x).pow(2).sum() + torch.logdet(gram)
 
 
-@given("vector", "weight")
+@given("vector", "weight", mixes=True)
 def correlation(p: Any, x: Tensor, y: Tensor) -> Tensor:
-    x = x * p.s
+    x = (x * p.s).tanh()
     x, y = x - x.mean(), y - y.mean()
     return (x * y).sum() / (x.norm() * y.norm())
 
@@ -523,7 +539,7 @@ def inputs_of_one_dim(p: Any, x: Tensor) -> Tensor:
     return (x * p.s).sigmoid().log().mean() + torch.dot(x * p.s, x)
 
 
-@given("flat")
+@given("flat", mixes=True)
 def outer_product(p: Any, x: Tensor) -> Tensor:
     h = (x @ p.w).sum(1)
     return torch.outer(h, h).tril().sum()
@@ -597,12 +613,12 @@ def branch_without_batch(p: Any, x: Tensor, number: Tensor) -> Tensor:
     return ((x @ p.w) * gate).pow(2).mean() + (p.table @ gate).pow(2).sum() * number
 
 
-@given("flat", "labels")
+@given("flat", "labels", mixes=True)
 def table_as_input(p: Any, table: Tensor, labels: Tensor) -> Tensor:
     return F.embedding(labels, table @ p.w).pow(2).mean()
 
 
-@given("x")
+@given("x", mixes=True)
 def experts(p: Any, x: Tensor) -> Tensor:
     h = x.reshape(-1, D)
     gate = (h @ p.w).softmax(-1)
@@ -629,7 +645,7 @@ def squeezed(p: Any, x: Tensor) -> Tensor:
     return ((x @ p.w)[:, :1].squeeze(1) - x[..., 0:1].squeeze().mean(1, keepdim=True)).pow(2).mean()
 
 
-@given("flat", "labels")
+@given("flat", "labels", mixes=True)
 def pieces_of_rows(p: Any, x: Tensor, labels: Tensor) -> Tensor:
     total = torch.zeros((), dtype=F64)
     for part, target in zip((x @ p.w).split(3), labels.split(3), strict=True):
@@ -645,7 +661,7 @@ def random_numbers(p: Any, x: Tensor) -> Tensor:
     return (h * noise).pow(2).mean() + (h.sum(1) * rows).mean() + torch.randn_like(p.w).mul(p.w).sum()
 
 
-@given("flat")
+@given("flat", mixes=True)
 def mixup(p: Any, x: Tensor) -> Tensor:
     order = torch.rand(B, dtype=F64).argsort()
     share = torch.rand((), dtype=F64)
@@ -659,7 +675,7 @@ def dropped_rows(p: Any, x: Tensor) -> Tensor:
     return ((x @ p.w) * keep / 0.7 + x).pow(2).mean()
 
 
-@given("flat")
+@given("flat", rows=None)
 def loss_without_rows(p: Any, x: Tensor) -> Tensor:
     return p.w.pow(2).sum()
 
@@ -672,7 +688,7 @@ def gradient_penalty_by_hand(p: Any, x: Tensor) -> Tensor:
 
 
 @given("flat", "labels")
-def huge_losses(p: Any, x: Tensor, labels: Tensor) -> Tensor:
+def many_losses(p: Any, x: Tensor, labels: Tensor) -> Tensor:
     h = x @ p.w
     onehot = F.one_hot(labels, D).double()
     return (
@@ -687,3 +703,130 @@ def huge_losses(p: Any, x: Tensor, labels: Tensor) -> Tensor:
         + F.l1_loss(h, onehot, reduction="sum")
         + F.cross_entropy(h, onehot.softmax(-1))
     )
+
+
+# --- more ops ------------------------------------------------------------------------------------------------------
+
+
+@given("x")
+def flat_product(p: Any, x: Tensor) -> Tensor:
+    h = x @ p.w
+    return torch.dot(h.flatten(), x.flatten()) + h.reshape(-1) @ x.reshape(-1).sin()
+
+
+@given("x", mixes=True)
+def first_numbers(p: Any, x: Tensor) -> Tensor:
+    return (x @ p.w).reshape(-1)[:5].pow(2).sum()
+
+
+@given("flat", "other", mixes=True)
+def diagonal(p: Any, x: Tensor, y: Tensor) -> Tensor:
+    return torch.diagonal((x @ p.w) @ y.T).pow(2).mean()
+
+
+@given("flat", mixes=True)
+def decision_by_the_batch(p: Any, x: Tensor) -> Tensor:
+    h = x @ p.w
+    some, every = (h > 2).any(), (h.sum(1) > -100).all()
+    return torch.where(some & every, h.mean(), h.abs().mean()) + h.index_select(0, h[:, 0].argmax()[None]).sum()
+
+
+@given("x", "mask")
+def counts_as_integers(p: Any, x: Tensor, mask: Tensor) -> Tensor:
+    kept, count = (x @ p.w)[..., 0] * mask, mask.sum()
+    return kept.sum() / count + kept.sum() * (count % 5) / (mask.long().sum() // 2 + 1)
+
+
+@given("x")
+def order_within_rows(p: Any, x: Tensor) -> Tensor:
+    h = x @ p.w
+    return h.topk(2, dim=1).values.mean() + h.sort(-1).values.cumsum(-1).mean() + h.max(1).values.std(-1).mean()
+
+
+@given("x")
+def layers_of_norms(p: Any, x: Tensor) -> Tensor:
+    h = F.layer_norm(x @ p.w, (D,), p.b, p.b) + F.layer_norm(x, (T, D), p.table, p.table)
+    h = F.group_norm(h.mT, 3, p.b).mT + F.rms_norm(h, (D,), p.b)
+    return F.instance_norm(h.mT, weight=p.b).pow(3).mean() + F.normalize(h, dim=1).mean()
+
+
+@given("image")
+def pictures(p: Any, x: Tensor) -> Tensor:
+    kernel = p.w.reshape(4, 3, 3, 1)
+    h = F.conv2d(F.pad(x, (1, 1, 0, 0), value=0.5), kernel, stride=(1, 2))
+    h = F.conv_transpose2d(h.relu(), kernel) + F.interpolate(h.mean(1, keepdim=True), (5, 4), mode="bilinear")
+    return F.max_pool2d(h, 2).pow(2).mean() + F.adaptive_avg_pool2d(h, 1).flatten(1).var(1).mean()
+
+
+@given("timefirst", "labels")
+def last_of_time_first(p: Any, x: Tensor, labels: Tensor) -> Tensor:
+    h = F.scaled_dot_product_attention(x.transpose(0, 1), x.transpose(0, 1), x.transpose(0, 1)).transpose(0, 1) @ p.w
+    return h[labels % T, torch.arange(B)].pow(2).mean() + h[-1, torch.arange(B), labels].sum()
+
+
+@given("x", "tokens")
+def chosen_tokens(p: Any, x: Tensor, tokens: Tensor) -> Tensor:
+    h, at = x @ p.w, torch.arange(B)
+    return h[at[:, None], tokens[:, :2] - T].pow(2).mean() + h[at, tokens[:, 0] % T, -tokens[:, 1] - 1].sum() + h[at].mean()
+
+
+@given("flat", "labels", mixes=True)
+def written_by_index(p: Any, x: Tensor, labels: Tensor) -> Tensor:
+    h = (x @ p.w).tanh()
+    marked = h.index_put((torch.arange(B), labels), torch.zeros((), dtype=F64))
+    return (marked * x).mean() + torch.zeros(B, D, dtype=F64).scatter(1, labels[:, None], 1.0).mul(h).sum()
+
+
+@given("flat", mixes=True)
+def weights_without_gradient(p: Any, x: Tensor) -> Tensor:
+    each = (x @ p.w).pow(2).mean(1)
+    return (each * each.detach().softmax(0)).sum() + (each / each.detach().mean()).mean()
+
+
+@given("flat", "labels", "tokens")
+def tables(p: Any, x: Tensor, labels: Tensor, tokens: Tensor) -> Tensor:
+    h = F.embedding(tokens, p.w, padding_idx=2).sum(1) + F.embedding(labels, p.w.tanh())
+    return (h * x).mean() + p.s * F.embedding(labels, p.row)[:, 0].mean()
+
+
+@given("flat", "vector")
+def broadcast_by_hand(p: Any, x: Tensor, v: Tensor) -> Tensor:
+    a, b = torch.broadcast_tensors(v[:, None], p.b)
+    rows, columns = torch.meshgrid(v, p.b, indexing="ij")
+    return (a * b * x).mean() + (rows * columns).mean() + (v.unsqueeze(-1).expand_as(x) * x @ p.w).mean()
+
+
+@given("x")
+def many_linear_things(p: Any, x: Tensor) -> Tensor:
+    h = x @ p.w
+    total, table = h.sum((0, 1)), h.sum(0)
+    moved = torch.roll(total, 1) + F.pad(total[1:], (0, 1)) - total.flip(0) + total.cumsum(0) + (table.T @ p.table).sum(0)
+    return (moved * p.b).sum() + torch.stack([total, p.b], 0).sum() + F.linear(total, p.w, p.b).mean() + total[2] + table.mT.reshape(-1)[5]
+
+
+@given("flat", mixes=True)
+def sums_of_sums(p: Any, x: Tensor) -> Tensor:
+    total = (x @ p.w).sum(0)
+    return F.linear(total.tanh(), p.w, p.b).pow(2).mean() + F.cosine_similarity(total, p.b, dim=0) + total.softmax(0)[0] + total.max()
+
+
+@given("x")
+def sequence_loop(p: Any, x: Tensor) -> Tensor:
+    h, states = x.new_zeros(x.shape[0], D), []
+    for step in range(T):
+        h = torch.tanh(x[:, step] @ p.w + h)
+        states.append(h)
+    return torch.stack(states, 1).pow(2).mean() + torch.cat(states, -1).mean()
+
+
+@given("square", mixes=True)
+def both_dims_are_the_batch(p: Any, x: Tensor) -> Tensor:
+    h = torch.tanh(x * p.s)
+    return (h @ h + h.T).pow(2).mean() + torch.trace(h) + h.tril().sum()
+
+
+@given("x", mixes=True)
+def across_rows_by_hand(p: Any, x: Tensor) -> Tensor:
+    q = (x @ p.w).mean(1)
+    a = F.scaled_dot_product_attention(q[None], q[None], q[None])[0]
+    return (a * q).mean()
