@@ -106,7 +106,7 @@ def reduce_scatter(x: Tensor, axis: str, dim: int, outer: int, inner: int, total
     counts, most = spread(total, group.size()), ceil(total / group.size())
     whole = _as_rows(x, dim, outer, inner)
     pieces = []
-    for piece, count in zip(whole.split(counts), counts, strict=True):
+    for piece, count in zip(whole.split_with_sizes(counts), counts, strict=True):
         pieces.append(piece)
         if count < most:
             pieces.append(piece.new_zeros(most - count, *piece.shape[1:]))

@@ -177,7 +177,7 @@ class _Walk:
                 return
         if node.target in _SPARSE:  # a gradient with rows left out equals the dense one, which can be reduced
             given = bind(node, args, kwargs) | {"sparse": False}
-            args, kwargs = tuple(given[a.name] for a in node.target._schema.arguments), {}  # type: ignore[union-attr]
+            args, kwargs = tuple(given[a.name] for a in node.target._schema.arguments), {}
         if node.target in FORMS or is_random(node):
             given = bind(node, args, kwargs)
             form = FORMS.get(node.target)

@@ -187,7 +187,7 @@ def tripwires() -> Iterator[None]:
         (torch.Tensor, "register_post_accumulate_grad_hook", tensor_hook),
         (torch.Tensor, "backward", backward),
         (torch.Tensor, "random_", _random_(torch.Tensor.random_)),
-        (torch.Tensor, "data", property(_data, torch.Tensor.data.__set__)),
+        (torch.Tensor, "data", property(_data, inspect.getattr_static(torch.Tensor, "data").__set__)),
         (torch.autograd, "backward", backward),
         (torch.autograd, "grad", gradient),
         (inference, "__enter__", _NoGrad.enter),
@@ -262,7 +262,7 @@ class PythonRandomness:
         def profile(frame: FrameType, event: str, arg: Any) -> None:
             if event != "c_call" or lines:
                 return
-            if getattr(arg, "__self__", None) is random._inst:  # type: ignore[attr-defined]
+            if getattr(arg, "__self__", None) is random._inst:
                 lines.append(user_line(frame))
 
         previous = sys.getprofile()

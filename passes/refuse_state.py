@@ -134,7 +134,7 @@ def _watch(pairs: set[tuple[int, str]]) -> Iterator[dict[tuple[int, str], str]]:
         set_attribute(self, name, value)
 
     nn.Module.__getattribute__ = watched_get  # type: ignore[assignment]
-    nn.Module.__setattr__ = watched_set  # type: ignore[method-assign,assignment]
+    nn.Module.__setattr__ = watched_set  # type: ignore[method-assign]
     try:
         yield first
     finally:

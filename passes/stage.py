@@ -16,7 +16,10 @@ from partitioner.errors import CaptureError
 _QUIET = ("torch.fx.experimental.symbolic_shapes", "torch.export", "torch._export", "torch._subclasses.fake_tensor")
 # Settings of Hugging Face configurations under which forward has no fixed graph, and what to trace instead: the same function of inputs and
 # parameters without key-value caches, and with experts that are computed at fixed sizes.
-_SETTINGS = {"use_cache": {True: False}, "_experts_implementation_internal": {"grouped_mm": "batched_mm", "eager": "batched_mm"}}
+_SETTINGS: dict[str, dict[object, object]] = {
+    "use_cache": {True: False},
+    "_experts_implementation_internal": {"grouped_mm": "batched_mm", "eager": "batched_mm"},
+}
 
 
 class Stopped(BaseException):

@@ -4,8 +4,8 @@ A cut dim has global size outer * total * inner and local size outer * rows * in
 
     dim:  | outer 0: row 0, row 1, … total-1 | outer 1: row 0, … |        each row is `inner` entries
 
-Leaves are contiguous, and so is what is cut from them: where the rows of a rank lie together (nothing but sizes of 1 stands outside of them) the slice is a
-view, otherwise it is a copy.
+Leaves are contiguous, and so is what is cut from them: where the rows of a rank lie together (nothing but sizes of 1 stands outside of them) the
+slice is a view, otherwise it is a copy.
 """
 
 from collections.abc import Mapping, Sequence

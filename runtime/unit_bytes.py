@@ -4,11 +4,10 @@
     sum(ghost.persistent() for ghost in ghosts.values())
     ghosts[3].events("GATHER")                                   # [("make", "3 whole layers.3.weight", 4096), …]
 
-Keys name storages and are unique over all units, because the events of one unit may drop storages of another: a gradient that
-arrives awaits the scatters under way, and only then their whole gradients go. A gradient belongs to the caller until "ACCUMULATE:<name>:first" makes it
-the unit's: nothing is allocated then, so the caller's claim on that storage should end before the event is applied; a ":next" gradient is the
-caller's to drop. The results of a step, `.grad`, stay until someone drops them. Instances remember where in a step they are: make new ones for
-every simulated step.
+Keys name storages and are unique over all units, because the events of one unit may drop storages of another: a gradient that arrives awaits the
+scatters under way, and only then their whole gradients go. A gradient belongs to the caller until "ACCUMULATE:<name>:first" makes it the unit's:
+nothing is allocated then, so the caller's claim on that storage should end before the event is applied; a ":next" gradient is the caller's to drop.
+The results of a step, `.grad`, stay until someone drops them. Instances remember where in a step they are: make new ones for every simulated step.
 """
 
 from collections.abc import Sequence

@@ -309,6 +309,9 @@ class WholeStore:
     def mark_stale(self) -> None:
         self.stale = True
 
+    def held(self) -> list[Tensor]:
+        return [*(parameter.detach() for parameter in self.parameters.values()), *self.gathered.values()]
+
     def full_state(self) -> dict[str, Tensor]:
         return {name: value.clone() for name, value in self.module.state_dict().items()}
 
