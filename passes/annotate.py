@@ -11,7 +11,7 @@ saved_bytes             of the storages that the op makes, those that backward r
 """
 
 import operator
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import cache, cached_property
 from typing import Any, Literal, get_args
@@ -23,9 +23,9 @@ from torch._ops import OpOverload
 
 from partitioner.passes.annotate_formula import Formula, Least, Space
 from partitioner.passes.annotate_saved import Keeping
-from partitioner.passes.annotate_sizes import Sizes, sizes_of
+from partitioner.passes.annotate_sizes import Sizes, sizes_of, where
 from partitioner.passes.batch import Batch
-from partitioner.passes.dims import Atoms, Dims, analyse
+from partitioner.passes.dims import Atoms, Dims, Shape, analyse
 from partitioner.passes.flow import Flow, gradient_flow, numbers
 from partitioner.passes.graph import Graph
 from partitioner.passes.rules import backward_flops, describe, tensor_arguments
@@ -125,20 +125,27 @@ class _Annotator:
     _bytes: dict[tuple[fx.Node, int], sympy.Expr] = field(default_factory=dict)
     _scaled: dict[tuple[Atoms, int], sympy.Expr] = field(default_factory=dict)
     _moved: dict[Any, tuple[sympy.Expr, sympy.Expr]] = field(default_factory=dict)
-    _rules: dict[int, tuple[OpDims, tuple[str, ...]]] = field(default_factory=dict)
+    _labelled: dict[Any, tuple[sympy.Expr, tuple[str, ...]]] = field(default_factory=dict)
     _flops: dict[Any, sympy.Expr] = field(default_factory=dict)
-    _backward: dict[Any, tuple[sympy.Expr, tuple[str, ...]]] = field(default_factory=dict)
 
     @cached_property
     def sizes(self) -> Sizes:
-        return sizes_of(self.graph, self.dims, self.batch)
+        return sizes_of(self.graph, self.dims, self.batch, self.rules)
+
+    @cached_property
+    def rules(self) -> dict[fx.Node, OpDims | None]:
+        """The description of every op; equal ops share one object, so that its id stands for the op, its arguments and its results."""
+        nodes = self.graph.module.graph.nodes
+        return {node: describe(node) for node in nodes if node.op == "call_function" and isinstance(node.target, OpOverload)}
+
+    @cached_property
+    def shapes(self) -> dict[fx.Node, tuple[Shape | None, ...]]:
+        """Atoms of every result."""
+        nodes = self.graph.module.graph.nodes
+        return {node: tuple([self.dims.shape(node, at) for at in range(len(_results(node.meta.get("val"))))]) for node in nodes if node in self.dims}
 
     def run(self) -> Annotated:
-        ops = [
-            node
-            for node in self.graph.module.graph.nodes
-            if isinstance(node.target, OpOverload) and any(isinstance(one, Tensor) for one in _results(node.meta["val"]))
-        ]
+        ops = [node for node in self.rules if any(isinstance(one, Tensor) for one in _results(node.meta["val"]))]
         back: dict[fx.Node, set[fx.Node]] = {}  # op -> the arguments that get a gradient through it
         for source, users in self.flow.back.items():
             for user in users:
@@ -158,11 +165,11 @@ class _Annotator:
         key = (node, result)
         if key not in self._bytes:
             value = _results(node.meta["val"])[result]
-            shape = self.dims.shape(node, result)
+            shape = self.shapes[node][result]
             if shape is None:
                 self._bytes[key] = sympy.Integer(value.numel() * value.element_size())
             else:
-                atoms = tuple(atom for dim, stride in zip(shape, value.stride(), strict=True) if stride for atom in dim)
+                atoms = tuple([atom for dim, stride in zip(shape, value.stride(), strict=True) if stride for atom in dim])
                 self._bytes[key] = self._times(atoms, value.element_size() if value.numel() else 0)
         return self._bytes[key]
 
@@ -194,28 +201,26 @@ class _Annotator:
 
     def _products(self, node: fx.Node, wanting: set[fx.Node]) -> tuple[sympy.Expr, sympy.Expr]:
         """FLOPs forward and backward."""
-        rule = describe(node)
-        if rule is None or rule.flops == 0:
+        rule = self.rules[node]
+        if rule is None or rule.flops is ZERO:
             return ZERO, ZERO
         labels = self.dims.labels(node)
-        if id(rule) not in self._rules:  # descriptions are shared between equal ops; holding one keeps its id
-            self._rules[id(rule)] = (rule, tuple(sorted(str(one) for one in rule.flops.free_symbols)))
-        forward = self._translate(id(rule), rule.flops, self._rules[id(rule)][1], labels)
+        flops = rule.flops
+        forward = self._translate(id(rule), lambda: flops, labels)
         if not wanting:
             return forward, ZERO
         needs = tuple(one in wanting for one in tensor_arguments(node))
-        key = (id(rule), node.target, needs)
-        if key not in self._backward:
-            expression = backward_flops(node, needs)
-            self._backward[key] = (expression, tuple(sorted(str(one) for one in expression.free_symbols)))
-        expression, names = self._backward[key]
-        return forward, self._translate(key, expression, names, labels)
+        return forward, self._translate((id(rule), needs), lambda: backward_flops(node, needs), labels)
 
-    def _translate(self, which: Any, expression: sympy.Expr, names: tuple[str, ...], labels: dict[str, Atoms]) -> sympy.Expr:
-        """An expression in labels as one in the graph's symbols."""
-        key = (which, tuple(labels[name] for name in names))
+    def _translate(self, which: Any, expression: Callable[[], sympy.Expr], labels: dict[str, Atoms]) -> sympy.Expr:
+        """An expression in labels as one in the graph's symbols; `which` stands for the expression."""
+        if which not in self._labelled:
+            found = expression()
+            self._labelled[which] = (found, tuple(sorted(str(one) for one in found.free_symbols)))
+        found, names = self._labelled[which]
+        key = (which, tuple([labels[name] for name in names]))
         if key not in self._flops:
-            self._flops[key] = expression.xreplace({sympy.Symbol(name): self.sizes.size(labels[name]) for name in names})
+            self._flops[key] = found.xreplace({sympy.Symbol(name): self.sizes.size(labels[name]) for name in names})
         return self._flops[key]
 
     # --- saved values ------------------------------------------------------------------------------------------
@@ -227,11 +232,14 @@ class _Annotator:
         private: dict[fx.Node, sympy.Expr] = {}
         for node in ops:
             inputs = node.all_input_nodes
-            shapes = tuple(self.dims.shape(one) for one in inputs)
-            key = (node.target, frozen(node.args), frozen(node.kwargs), shapes, tuple(inputs.index(one) for one in tensor_arguments(node)))
+            rule = self.rules[node]
+            op = id(rule) if rule is not None else (node.target, frozen(node.args), frozen(node.kwargs))
+            key = (op, tuple([self.shapes.get(one) for one in inputs]), tuple([inputs.index(one) for one in tensor_arguments(node)]))
             found = keeping.of(key, node, frozenset(at for at, one in enumerate(inputs) if one in back[node]))
             kept.update(self.makers[inputs[at]][0] for at in found.arguments)
             kept.update(self.makers[node][at] for at in found.results)
+            if not found.certain:
+                self.sizes.freeze(node, f"what {where(node)} keeps for its backward is known for these only")
             if found.private:
                 private[node] = sympy.Add(*[self._times(atoms, factor) for factor, atoms in found.private])
         saved = dict(private)

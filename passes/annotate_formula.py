@@ -120,12 +120,11 @@ class Space:
         for name, captured in self.symbols.items():
             value = given.get(name)
             found[name] = _plain(value) if value is not None else found.get(self.follows.get(name, ""), captured)
-        self._refuse(found)
+        if given:
+            self._refuse(found)
         return found
 
     def _refuse(self, found: dict[str, Any]) -> None:
-        if not self.conditions or found == dict(self.symbols):
-            return
         sides = self._check(*found.values())
         for which, condition in enumerate(self.conditions):
             left, right = sides[2 * which], sides[2 * which + 1]

@@ -11,13 +11,13 @@ Labels that an op's results share with its arguments need no entry here. What is
 
 import sys
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, Literal
 
 import sympy
 from torch import fx
 from torch._ops import OpOverload
 
-from partitioner.passes.annotate_formula import FloorDiv
+from partitioner.passes.annotate_formula import FloorDiv, Least
 from partitioner.passes.rules.describe import OpDims
 from partitioner.passes.rules.registry import words
 
@@ -45,6 +45,7 @@ PIECES = _names(
 JOINS = _names("cat concat concatenate hstack vstack row_stack stack")
 SIZED = _names("arange zeros ones full empty rand randn randint new_zeros new_ones new_full new_empty eye linspace expand")
 """Ops that take the size of their result as an argument."""
+_INDEXING = _names("index _unsafe_index")
 _SAME_VALUES = _names("unsqueeze expand view reshape _unsafe_view to _to_copy clone contiguous alias detach squeeze lift_fresh_copy")
 
 
@@ -101,8 +102,8 @@ def made_size(node: fx.Node, rule: OpDims, result: int, dim: int, read: Read) ->
     raise Unknown(f"{node.target} makes it in a way that is not known")
 
 
-def limits(node: fx.Node, read: Read) -> Iterator[tuple[sympy.Expr, sympy.Expr, str]]:
-    """(least, most, why): least <= most for the op to be possible."""
+def demands(node: fx.Node, read: Read) -> Iterator[tuple[sympy.Expr, Literal["==", "<="], sympy.Expr, str]]:
+    """(left, relation, right, why): what sizes must fulfil for the op to be possible. `{source}` in why stands for the tensor that is read."""
     name = kind(node)
     if name in ("aten::slice", "aten::slice_copy"):
         given, rank = arguments(node), len(_shape(node))
@@ -110,17 +111,29 @@ def limits(node: fx.Node, read: Read) -> Iterator[tuple[sympy.Expr, sympy.Expr, 
         start, end, n = given["start"] or 0, given["end"], _shape(given["self"])[dim]
         if not isinstance(start, int) or not isinstance(end, int) or start < 0 or end == sys.maxsize:
             return
-        if 0 <= end <= n:
-            if given["step"] == 1:
-                yield start + read(node, dim), read(given["self"], dim), "it is cut out of {source}"
+        if 0 <= end <= n and given["step"] == 1:
+            yield start + read(node, dim), "<=", read(given["self"], dim), "it is cut out of {source}"
         elif end > n:
-            yield read(given["self"], dim), sympy.Integer(end), f"{node.target} cuts after {end} elements"
+            yield read(given["self"], dim), "<=", sympy.Integer(end), f"{node.target} cuts after {end} elements"
     elif name == "aten::embedding":
         given = arguments(node)
         found = _counted(given["indices"])
         if found is not None:
-            positions, offset = found
-            yield read(positions, 0) + offset, read(given["weight"], 0), "positions are looked up in {source}"
+            yield read(found[0], 0) + found[1], "<=", read(given["weight"], 0), "positions are looked up in {source}"
+    elif name in _INDEXING:
+        for positions, dim in ranged(node):
+            yield read(positions, 0), "==", read(node.args[0], dim), "positions 0, 1, … of all of it are read from {source}"  # type: ignore[arg-type]
+
+
+def ranged(node: fx.Node) -> Iterator[tuple[fx.Node, int]]:
+    """(arange, dim) where x[arange(n)] reads all n positions of a dim."""
+    if kind(node) not in _INDEXING:
+        return
+    given = arguments(node)
+    for dim, index in enumerate(given["indices"]):
+        found = _counted(index)
+        if found is not None and found[1] == 0 and _shape(found[0]) == _shape(given["self"])[dim : dim + 1]:
+            yield found[0], dim
 
 
 def _counted(node: Any) -> tuple[fx.Node, int] | None:
@@ -248,12 +261,15 @@ def _pool(given: dict[str, Any], node: fx.Node, result: int, dim: int, read: Rea
     spatial = int(next(letter for letter in kind(node) if letter.isdigit()))
     value = node.meta["val"][0] if isinstance(node.meta["val"], tuple) else node.meta["val"]
     at = dim - (value.dim() - spatial)
-    if given["ceil_mode"]:
-        raise Unknown("its windows are rounded up")
+    if at < 0:
+        return None
     kernel = _each(given["kernel_size"], spatial, at, 1)
-    stride = _each(given["stride"], spatial, at, kernel)
-    reach = _each(given.get("dilation"), spatial, at, 1) * (kernel - 1)
-    return FloorDiv(read(given["self"], dim) + 2 * _each(given["padding"], spatial, at, 0) - reach - 1, sympy.Integer(stride)) + 1
+    stride, pad = _each(given["stride"], spatial, at, kernel), _each(given["padding"], spatial, at, 0)
+    last = read(given["self"], dim) + 2 * pad - _each(given.get("dilation"), spatial, at, 1) * (kernel - 1) - 1  # where the last window may start
+    if not given["ceil_mode"]:
+        return FloorDiv(last, sympy.Integer(stride)) + 1
+    inside = read(given["self"], dim) + pad - 1  # and where it must, padding to the right apart
+    return Least(ceiling(last, stride), FloorDiv(inside, sympy.Integer(stride))) + 1
 
 
 _UPSAMPLED = ("nearest1d", "nearest2d", "nearest3d", "linear1d", "bilinear2d", "bicubic2d", "trilinear3d")

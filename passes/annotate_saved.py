@@ -1,12 +1,14 @@
 """What an op keeps for its backward, as autograd itself says, at any sizes.
 
 Each kind of op is run once on fake tensors with autograd's saved-tensor hooks, every free atom set to a prime of its own that divides no other size
-of the graph. Autograd then names the arguments and results that it keeps. What it keeps besides (the mean of a layer norm, the log-softmax inside a
-cross-entropy) has a number of bytes whose prime factors tell the atoms it is the product of; a second run at other primes confirms that.
+of the graph. Autograd then names the arguments and results that it keeps. What it keeps besides has a number of bytes whose prime factors tell the
+atoms it is the product of (the log-softmax inside a cross-entropy), or that is a multiple of a result (the indices of a max-pool); a second run at
+other primes confirms that.
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from math import prod
 from typing import Any
 
 import sympy
@@ -25,8 +27,10 @@ Private = tuple[int, tuple[int, ...]]
 
 @dataclass(frozen=True)
 class Kept:
-    """Positions in node.all_input_nodes, indices of results, and what is kept besides. `certain` is False where the last is known at the captured
-    sizes only."""
+    """Positions in node.all_input_nodes, indices of results, and what is kept besides.
+
+    `certain` is False where that is known at the captured sizes only.
+    """
 
     arguments: tuple[int, ...]
     results: tuple[int, ...]
@@ -55,20 +59,33 @@ class Keeping:
     def _ask(self, node: fx.Node, needs: frozenset[int]) -> Kept:
         captured: dict[int, int] = {}
         try:
-            arguments, results, private = self._run(node, needs, self._first)
-            told = tuple(_factored(size, self._first) for size in private)
-            again = self._run(node, needs, self._second)[2] if private else []
-            if sorted(again) == sorted(_at(one, self._second) for one in told):
-                return Kept(arguments, results, told)
+            arguments, results, private, made = self._run(node, needs, self._first)
+            if not private:
+                return Kept(arguments, results, ())
+            _, _, again, made_again = self._run(node, needs, self._second)
+            told = [self._told(node, *sizes, made, made_again) for sizes in zip(private, again, strict=True)]
+            if None not in told:
+                return Kept(arguments, results, tuple(one for one in told if one is not None))
         except (RuntimeError, ValueError, IndexError):  # the op's arguments hold for the captured sizes only
             pass
         try:
-            arguments, results, private = self._run(node, needs, captured)
+            arguments, results, private, _ = self._run(node, needs, captured)
         except RuntimeError:  # no fake form: what is differentiated is taken to be read again
             return Kept(tuple(sorted(needs)), (), (), False)
         return Kept(arguments, results, tuple((size, ()) for size in private), not private)
 
-    def _run(self, node: fx.Node, needs: frozenset[int], sizes: dict[int, int]) -> tuple[tuple[int, ...], tuple[int, ...], list[int]]:
+    def _told(self, node: fx.Node, size: int, again: int, made: list[int], made_again: list[int]) -> Private | None:
+        """What a number of bytes is the product of, given it in both runs and the elements of the results in both."""
+        shapes = [(), *[tuple(atom for dim in shape or () for atom in dim) for shape in self._shapes(node)]]
+        for elements, elements_again, atoms in zip([1, *made], [1, *made_again], shapes, strict=True):
+            if elements and elements_again and size % elements == 0 and again % elements_again == 0:
+                factor, others = _factored(size // elements, self._first)
+                if factor * prod(self._second[atom] for atom in others) == again // elements_again:
+                    return factor, (*atoms, *others)
+        return None
+
+    def _run(self, node: fx.Node, needs: frozenset[int], sizes: dict[int, int]) -> tuple[tuple[int, ...], tuple[int, ...], list[int], list[int]]:
+        """Arguments and results that are kept, bytes of what is kept besides, elements of the results."""
         inputs = node.all_input_nodes
         kept: list[Tensor] = []
 
@@ -96,6 +113,7 @@ class Keeping:
                 tuple(sorted({places[key] for key in found if key in places})),
                 tuple(sorted({made[key] for key in found if key in made})),
                 private,
+                [one.numel() if isinstance(one, Tensor) else 0 for one in results],
             )
 
     def _shapes(self, node: fx.Node) -> list[Shape | None]:
@@ -121,10 +139,7 @@ def _storage(tensor: Tensor) -> int:
 
 
 def _product(atoms: Sequence[int], dims: Dims, sizes: dict[int, int]) -> int:
-    size = 1
-    for atom in atoms:
-        size *= sizes.get(atom) or dims.sizes((atom,))
-    return size
+    return prod([sizes.get(atom) or dims.sizes((atom,)) for atom in atoms])
 
 
 def _primes(count: int, sizes: set[int]) -> list[int]:
@@ -145,10 +160,3 @@ def _factored(size: int, primes: dict[int, int]) -> Private:
             size //= prime
             atoms.append(atom)
     return size, tuple(atoms)
-
-
-def _at(private: Private, primes: dict[int, int]) -> int:
-    size, atoms = private
-    for atom in atoms:
-        size *= primes[atom]
-    return size

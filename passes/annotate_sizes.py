@@ -12,14 +12,15 @@ checked at all others. So a formula is either exact at the sizes it is asked for
 """
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from typing import Literal
 
 import sympy
 import torch
 from torch import fx
 
 from partitioner.passes.annotate_formula import Condition, FloorDiv, Space, symbol
-from partitioner.passes.annotate_relations import SIZED, Unknown, arguments, counts, kind, limits, made, made_size, vanished
+from partitioner.passes.annotate_relations import SIZED, Unknown, arguments, counts, demands, kind, made, made_size, ranged, vanished
 from partitioner.passes.batch import Batch, candidates
 from partitioner.passes.dims import Atoms, Dims, Shape
 from partitioner.passes.graph import Graph
@@ -27,10 +28,11 @@ from partitioner.passes.rules import describe
 from partitioner.passes.rules.describe import OpDims
 
 _AFTER_BATCH = {2: ("length",), 3: ("length", "features"), 4: ("channels", "height", "width"), 5: ("channels", "depth", "height", "width")}
+Rules = Mapping[fx.Node, OpDims | None]
 _BOUND = ("parameter", "buffer", "constant")
 
 
-def _where(node: fx.Node) -> str:
+def where(node: fx.Node) -> str:
     source = node.meta.get("source")
     return f"{node.target} ({source})" if source else str(node.target)
 
@@ -48,7 +50,7 @@ def _leaf(path: str) -> str:
 class Sizes:
     """`size(atoms)` as an expression in the symbols of `space`. Build with `sizes_of`."""
 
-    def __init__(self, graph: Graph, dims: Dims, batch: Batch | None) -> None:
+    def __init__(self, graph: Graph, dims: Dims, batch: Batch | None, rules: Rules) -> None:
         self._graph, self._dims = graph, dims
         self._values: dict[int, sympy.Expr] = {}
         self._known: dict[Atoms, sympy.Expr] = {(): sympy.Integer(1)}
@@ -59,20 +61,24 @@ class Sizes:
         self._conditions: dict[tuple[str, sympy.Expr, sympy.Expr], Condition] = {}
         self._captured: dict[sympy.Expr, int] = {}
         self._made: dict[int, list[tuple[fx.Node, OpDims, int, int]]] = {}
+        self._ranges: dict[int, tuple[fx.Node, int]] = {}  # what an arange counts
         self._busy: set[int] = set()
-        ops = [(node, describe(node)) for node in graph.module.graph.nodes if isinstance(node.target, torch._ops.OpOverload)]
-        self._bound = dict(self._bind(ops))
+        self._bound = dict(self._bind(rules))
         self._name(batch)
-        self._relate(ops)
+        self._relate(rules)
         self._eliminate()
-        self.space = Space(self._symbols, self._follows, self._fixed, tuple(self._conditions.values()))
+
+    @property
+    def space(self) -> Space:
+        """The free sizes, and the conditions found so far."""
+        return Space(self._symbols, self._follows, self._fixed, tuple(self._conditions.values()))
 
     # --- what cannot change ------------------------------------------------------------------------------------
 
-    def _bind(self, ops: list[tuple[fx.Node, OpDims | None]]) -> Iterator[tuple[int, str]]:
+    def _bind(self, rules: Rules) -> Iterator[tuple[int, str]]:
         """Atoms that are numbers for good, and why. Of several reasons a parameter's is told."""
-        taken: dict[tuple[fx.Node, int], list[tuple[int, int]]] = {}
-        for node, rule in ops:
+        taken: dict[Atoms, list[tuple[int, int]]] = {}
+        for node, rule in rules.items():
             if rule is None:
                 continue
             fixed = counts(node, rule)
@@ -80,22 +86,21 @@ class Sizes:
                 labels = self._dims.labels(node)
                 for label in sorted(fixed):
                     for atom in labels.get(label, ()):
-                        yield atom, f"{_where(node)} takes or makes a fixed number of tensors"
+                        yield atom, f"{where(node)} takes or makes a fixed number of tensors"
             self._take(node, taken)
-        for (source, dim), parts in taken.items():
-            size, parts = int(source.meta["val"].shape[dim]), sorted(set(parts))
+        for atoms, parts in taken.items():
+            parts = sorted(set(parts))
             ends = [0, *[end for _, end in parts]]
-            if len(parts) > 1 and ends[-1] == size and all(start == end for (start, _), end in zip(parts, ends, strict=False)):
-                for atom in (self._dims.shape(source) or ((),) * (dim + 1))[dim]:
-                    yield atom, f"the model takes {_where(source)} apart at {len(parts)} fixed places, as a Python loop does"
+            if len(parts) > 1 and ends[-1] == self._dims.sizes(atoms) and all(start == end for (start, _), end in zip(parts, ends, strict=False)):
+                for atom in atoms:
+                    yield atom, f"the model reads it at {len(parts)} fixed places one by one, as a Python loop does"
         for node, described in zip(self._graph.placeholders, self._graph.inputs, strict=True):
             if described.kind in _BOUND:
                 for dim, atoms in enumerate(self._dims.shape(node) or ()):
                     for atom in atoms:
                         yield atom, f"{described.kind} {described.name!r} has {int(node.meta['val'].shape[dim])} elements in dim {dim}"
 
-    @staticmethod
-    def _take(node: fx.Node, taken: dict[tuple[fx.Node, int], list[tuple[int, int]]]) -> None:
+    def _take(self, node: fx.Node, taken: dict[Atoms, list[tuple[int, int]]]) -> None:
         """Note what select and slice read at places that are numbers counted from the front."""
         name = kind(node)
         if name not in ("aten::select", "aten::slice"):
@@ -106,8 +111,9 @@ class Sizes:
             end = start + 1
         dim = given["dim"] % given["self"].meta["val"].dim()
         size = int(given["self"].meta["val"].shape[dim])
-        if isinstance(start, int) and isinstance(end, int) and 0 <= start < end <= size:
-            taken.setdefault((given["self"], dim), []).append((start, end))
+        shape = self._dims.shape(given["self"])
+        if shape is not None and isinstance(start, int) and isinstance(end, int) and 0 <= start < end <= size:
+            taken.setdefault(shape[dim], []).append((start, end))
 
     # --- what is free ------------------------------------------------------------------------------------------
 
@@ -208,6 +214,9 @@ class Sizes:
                 if found is not None and self.at_capture(found) == size:
                     value = found
                     break
+            else:
+                if atom in self._ranges:
+                    value = self.dim(*self._ranges[atom])
             self._busy.discard(atom)
         self._values[atom] = value
         return value
@@ -224,19 +233,18 @@ class Sizes:
             self._captured[expression] = int(expression.xreplace({symbol(name): sympy.Integer(size) for name, size in self._symbols.items()}))
         return self._captured[expression]
 
-    def _condition(self, left: sympy.Expr, relation: str, right: sympy.Expr, why: str) -> None:
+    def _condition(self, left: sympy.Expr, relation: Literal["==", "<="], right: sympy.Expr, why: str) -> None:
         if left != right and (left - right).free_symbols:
-            assert relation == "==" or relation == "<="
-            self._conditions.setdefault((relation, left, right), Condition(left, relation, right, why))  # type: ignore[arg-type]
+            self._conditions.setdefault((relation, left, right), Condition(left, relation, right, why))
 
     def _freeze(self, size: sympy.Expr, why: str) -> None:
         self._condition(size, "==", sympy.Integer(self.at_capture(size)), why)
 
-    def _relate(self, ops: list[tuple[fx.Node, OpDims | None]]) -> None:
+    def _relate(self, rules: Rules) -> None:
         """Values of all derived sizes, in the order of the graph, then the conditions that they give."""
         dims = self._dims
         todo = []
-        for node, rule in ops:
+        for node, rule in rules.items():
             makes = [] if rule is None else list(made(rule))
             if makes:
                 labels = dims.labels(node)
@@ -246,24 +254,28 @@ class Sizes:
                     todo.append((node, rule, result, dim, label, atoms))
                     if len(atoms) == 1 and rule.outputs[result][dim] == (label,):  # type: ignore[index]
                         self._made.setdefault(atoms[0], []).append((node, rule, result, dim))
+            for positions, dim in ranged(node):
+                for atoms in dims.shape(positions) or ():
+                    if len(atoms) == 1:
+                        self._ranges.setdefault(atoms[0], (node.args[0], dim))
         for *_, atoms in todo:
             for atom in atoms:
                 self._value(atom)
         for node, rule, result, dim, label, atoms in todo:
             if rule.outputs[result][dim] == (label,):  # type: ignore[index]
                 self._check_made(node, rule, result, dim, atoms)
-        for node, rule in ops:
+        for node, rule in rules.items():
             if rule is None:
-                self._freeze_inputs(node, f"there is no rule for {_where(node)}")
-            for least, most, why in limits(node, self.dim):
-                self._condition(least, "<=", most, why.format(source=self._users_name(node.args[0])))
+                self.freeze(node, f"there is no rule for {where(node)}")
+            for left, relation, right, why in demands(node, self.dim):
+                self._condition(left, relation, right, why.format(source=self._users_name(node.args[0])))
 
     def _check_made(self, node: fx.Node, rule: OpDims, result: int, dim: int, atoms: Atoms) -> None:
         size, captured = self.size(atoms), self._dims.sizes(atoms)
         try:
             expected = made_size(node, rule, result, dim, self.dim)
             if expected is not None and self.at_capture(expected) != captured:
-                raise Unknown(f"{_where(node)} makes it in a way that is not known")
+                raise Unknown(f"{where(node)} makes it in a way that is not known")
         except Unknown as unknown:
             labels = self._dims.labels(node)
             for label in sorted(vanished(rule)):
@@ -272,22 +284,23 @@ class Sizes:
         if expected is None:
             same = [name for name, value in self._symbols.items() if value == captured]
             if same and not size.free_symbols and kind(node) in SIZED and not any(atom in self._bound for atom in atoms):
-                why = f"{_where(node)} makes {captured} elements, and nothing tells whether these are {same[0]}"
+                why = f"{where(node)} makes {captured} elements, and nothing tells whether these are {same[0]}"
                 self._condition(symbol(same[0]), "==", sympy.Integer(captured), why)
             return
-        why = next((self._bound[atom] for atom in atoms if atom in self._bound), f"{_where(node)} makes a dim that meets one of that size")
+        why = next((self._bound[atom] for atom in atoms if atom in self._bound), f"{where(node)} makes a dim that meets one of that size")
         self._condition(expected, "==", size, why)
         if expected.free_symbols and not expected.is_Symbol:
-            self._condition(sympy.Integer(1), "<=", expected, f"{_where(node)} makes a dim of that size")
+            self._condition(sympy.Integer(1), "<=", expected, f"{where(node)} makes a dim of that size")
 
     def _users_name(self, node: object) -> str:
         """What the user calls a tensor."""
         for placeholder, described in zip(self._graph.placeholders, self._graph.inputs, strict=True):
             if placeholder is node:
                 return f"{described.kind} {described.name!r}"
-        return f"what {_where(node)} makes" if isinstance(node, fx.Node) else str(node)
+        return f"what {where(node)} makes" if isinstance(node, fx.Node) else str(node)
 
-    def _freeze_inputs(self, node: fx.Node, why: str) -> None:
+    def freeze(self, node: fx.Node, why: str) -> None:
+        """What the op reads stays at the captured sizes."""
         for source in node.all_input_nodes:
             for atoms in self._dims.shape(source) or ():
                 self._freeze(self.size(atoms), why)
@@ -327,6 +340,8 @@ def _solved(condition: Condition, one: sympy.Symbol) -> sympy.Expr | None:
     return None
 
 
-def sizes_of(graph: Graph, dims: Dims, batch: Batch | None) -> Sizes:
-    """Symbols, derived sizes and conditions of a captured graph; linear in the number of ops."""
-    return Sizes(graph, dims, batch)
+def sizes_of(graph: Graph, dims: Dims, batch: Batch | None, rules: Rules | None = None) -> Sizes:
+    """Symbols, derived sizes and conditions of a captured graph; linear in the number of ops. `rules`: the ops' descriptions, if at hand."""
+    if rules is None:
+        rules = {node: describe(node) for node in graph.module.graph.nodes if isinstance(node.target, torch._ops.OpOverload)}
+    return Sizes(graph, dims, batch, rules)
