@@ -121,19 +121,19 @@ def demands(node: fx.Node, read: Read) -> Iterator[tuple[sympy.Expr, Literal["==
         if found is not None:
             yield read(found[0], 0) + found[1], "<=", read(given["weight"], 0), "positions are looked up in {source}"
     elif name in _INDEXING:
-        for positions, dim in ranged(node):
-            yield read(positions, 0), "==", read(node.args[0], dim), "positions 0, 1, … of all of it are read from {source}"  # type: ignore[arg-type]
+        for positions, source, dim in ranged(node):
+            yield read(positions, 0), "==", read(source, dim), "positions 0, 1, … of all of it are read from {source}"
 
 
-def ranged(node: fx.Node) -> Iterator[tuple[fx.Node, int]]:
-    """(arange, dim) where x[arange(n)] reads all n positions of a dim."""
+def ranged(node: fx.Node) -> Iterator[tuple[fx.Node, fx.Node, int]]:
+    """(arange, x, dim) where x[arange(n)] reads all n positions of a dim."""
     if kind(node) not in _INDEXING:
         return
     given = arguments(node)
     for dim, index in enumerate(given["indices"]):
         found = _counted(index)
         if found is not None and found[1] == 0 and _shape(found[0]) == _shape(given["self"])[dim : dim + 1]:
-            yield found[0], dim
+            yield found[0], given["self"], dim
 
 
 def _counted(node: Any) -> tuple[fx.Node, int] | None:

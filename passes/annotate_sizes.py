@@ -23,7 +23,7 @@ from partitioner.passes.annotate_formula import Condition, FloorDiv, Space, symb
 from partitioner.passes.annotate_relations import SIZED, Unknown, arguments, counts, demands, kind, made, made_size, ranged, vanished
 from partitioner.passes.batch import Batch, candidates
 from partitioner.passes.dims import Atoms, Dims, Shape
-from partitioner.passes.graph import Graph
+from partitioner.passes.graph import Graph, Input
 from partitioner.passes.rules import describe
 from partitioner.passes.rules.describe import OpDims
 
@@ -33,6 +33,7 @@ _BOUND = ("parameter", "buffer", "constant")
 
 
 def where(node: fx.Node) -> str:
+    """The op and the user's line it comes from."""
     source = node.meta.get("source")
     return f"{node.target} ({source})" if source else str(node.target)
 
@@ -52,6 +53,7 @@ class Sizes:
 
     def __init__(self, graph: Graph, dims: Dims, batch: Batch | None, rules: Rules) -> None:
         self._graph, self._dims = graph, dims
+        self._users: dict[object, Input] = dict(zip(graph.placeholders, graph.inputs, strict=True))
         self._values: dict[int, sympy.Expr] = {}
         self._known: dict[Atoms, sympy.Expr] = {(): sympy.Integer(1)}
         self._symbols: dict[str, int] = {}
@@ -150,7 +152,8 @@ class Sizes:
             free.remove(root[0])
         elif not free:
             name = self._fresh(leaf, wanted)
-            if not any(atom in self._values for atom in atoms) and (wanted == "batch") <= (name == "batch"):
+            told = any(atom in self._values for atom in atoms) or (wanted == "batch" and name != "batch")
+            if not told:
                 bound = [atom for atom in atoms if atom in self._bound]
                 why = self._bound[bound[0]] if bound else "it was captured at 1, where a dim is a broadcast"
                 self._fixed[name] = (self._dims.sizes(atoms), why)
@@ -254,10 +257,10 @@ class Sizes:
                     todo.append((node, rule, result, dim, label, atoms))
                     if len(atoms) == 1 and rule.outputs[result][dim] == (label,):  # type: ignore[index]
                         self._made.setdefault(atoms[0], []).append((node, rule, result, dim))
-            for positions, dim in ranged(node):
+            for positions, source, dim in ranged(node):
                 for atoms in dims.shape(positions) or ():
                     if len(atoms) == 1:
-                        self._ranges.setdefault(atoms[0], (node.args[0], dim))
+                        self._ranges.setdefault(atoms[0], (source, dim))
         for *_, atoms in todo:
             for atom in atoms:
                 self._value(atom)
@@ -294,9 +297,9 @@ class Sizes:
 
     def _users_name(self, node: object) -> str:
         """What the user calls a tensor."""
-        for placeholder, described in zip(self._graph.placeholders, self._graph.inputs, strict=True):
-            if placeholder is node:
-                return f"{described.kind} {described.name!r}"
+        described = self._users.get(node)
+        if described is not None:
+            return f"{described.kind} {described.name!r}"
         return f"what {where(node)} makes" if isinstance(node, fx.Node) else str(node)
 
     def freeze(self, node: fx.Node, why: str) -> None:

@@ -9,6 +9,7 @@ from torch import fx
 
 from partitioner.passes.collectives import collective_ops
 from partitioner.passes.dims import Cut
+from partitioner.passes.functional import sweep
 from partitioner.passes.graph import Graph, Input, Output, module_of
 from partitioner.passes.placement import REPLICATE
 from partitioner.passes.randomness import random
@@ -35,13 +36,13 @@ def hoist(graph: Graph, cuts: Cuts) -> tuple[Graph | None, Graph, Cuts]:
         value.meta.update(val=node.meta["val"], placement=REPLICATE)
         node.replace_all_uses_with(value)
         described[value], cut_of[value] = Input("prologue", name), None
-    main.eliminate_dead_code()
+    sweep(main)
     for node in [n for n in graph.placeholders if not n.users and described[n].kind in ("input", "constant", "scalar", "prologue")]:
         main.erase_node(node)
     graph.module.recompile()
     wanted = {node: described[value] for node, value in values.items() if value.users}
     early.output([env[node] for node in wanted])
-    early.eliminate_dead_code()
+    sweep(early)
     prologue = graph.with_module(
         module_of(early),
         inputs=tuple(described[node] for node in env if node.op == "placeholder"),

@@ -29,10 +29,11 @@ from partitioner.passes.check_place import check_placed
 from partitioner.passes.collectives import collective_ops
 from partitioner.passes.dims import Cut, Dims
 from partitioner.passes.finer import finer
+from partitioner.passes.functional import sweep
 from partitioner.passes.graph import Graph, Input, module_of
 from partitioner.passes.hoist import hoist
 from partitioner.passes.placement import PARTIAL, REPLICATE, SCALARS, Fallback, Placed, Places, Where, carried, locate, unplaced
-from partitioner.passes.rules import describe, localise, tensor_arguments
+from partitioner.passes.rules import DIMS, describe, localise, tensor_arguments
 from partitioner.passes.rules.describe import OpDims
 from partitioner.passes.work import whole_share
 
@@ -60,6 +61,7 @@ class _Placer:
         self.scalars: dict[str, fx.Node] = {}
         self.sizes: dict[int, fx.Node] = {}
         self.made: dict[fx.Node, tuple[fx.Node, list[fx.Node]]] = {}  # new node made in local size -> the old node and the new arguments
+        self.decided: dict[tuple[int, tuple[Where, ...]], tuple[list[Where], Places]] = {}  # (rule, placements) -> those wanted, those made
         self.fallbacks: list[Fallback] = []
         self.at: fx.Node | None = None  # the old node being placed: gives new nodes their module and source
 
@@ -88,7 +90,7 @@ class _Placer:
         self.at = None
         results, where = self._results()
         self.new.output(results)
-        self.new.eliminate_dead_code()
+        sweep(self.new)
         inputs = list(kept)
         for name in SCALARS:
             if self.scalars[name].users or (name == "rows" and any(cuts)):
@@ -146,6 +148,10 @@ class _Placer:
             arguments = self._all_to(arguments, read, places)
         if not any(isinstance(p, Cut) for p in places):
             return self._whole(node, arguments, rule)
+        known = (id(rule), tuple(places))  # equal ops of a deep model are decided once
+        if known in self.decided:
+            wanted, after = self.decided[known]
+            return self._emit(node, self._all_to(arguments, read, wanted), after)
         if rule is None:
             return self._replicated(node, arguments, read, "it has no sharding rule")
         found = self._choose(rule, places)
@@ -155,10 +161,11 @@ class _Placer:
             if (inside := finer(node)) is not None:
                 return self._decomposed(node, arguments, inside)
             return self._replicated(node, arguments, read, "it mixes the rows of the batch")
-        wanted = [None if names is None else carried(found, names, rule.sizes) for names in rule.inputs]
-        after = [carried(found, names, rule.sizes) or PARTIAL if names is not None else REPLICATE for names in rule.outputs]
-        arguments = self._all_to(arguments, read, [cut or REPLICATE for cut in wanted])
-        return self._emit(node, arguments, tuple(after) if isinstance(node.meta["val"], (tuple, list)) else after[0])
+        wanted = [REPLICATE if names is None else carried(found, names, rule.sizes) or REPLICATE for names in rule.inputs]
+        results = [carried(found, names, rule.sizes) or PARTIAL if names is not None else REPLICATE for names in rule.outputs]
+        after = tuple(results) if isinstance(node.meta["val"], (tuple, list)) else results[0]
+        self.decided[known] = wanted, after
+        return self._emit(node, self._all_to(arguments, read, wanted), after)
 
     def _all_to(self, arguments: list[fx.Node], read: list[bool], places: Sequence[Where]) -> list[fx.Node]:
         return [self._to(a, place) if r else a for a, r, place in zip(arguments, read, places, strict=True)]
@@ -253,7 +260,9 @@ class _Placer:
         if any(isinstance(p, Cut) for p in (*places, *map(self._of, arguments))):
             shapes = [self._local(v, p) if isinstance(v, torch.Tensor) else None for v, p in zip(values, places, strict=True)]
             args, kwargs = localise(node.target, args, kwargs, shapes)  # type: ignore[arg-type]
-        return self._call(node.target, args, kwargs, value, places if isinstance(value, (tuple, list)) else places[0])
+        new = self._call(node.target, args, kwargs, value, places if isinstance(value, (tuple, list)) else places[0])
+        new.meta[DIMS] = describe(node)  # named dims do not depend on where the op is placed
+        return new
 
     def _local(self, value: torch.Tensor, place: Where) -> list[object]:
         shape: list[object] = [int(s) for s in value.shape]

@@ -42,7 +42,9 @@ from partitioner.passes.rules.describe import OpDims
 from partitioner.passes.rules.flops import backward_flops_of
 from partitioner.passes.rules.sizes import localise
 
-__all__ = ["OpDims", "backward_flops", "decomposition", "describe", "describe_call", "localise", "tensor_arguments"]
+__all__ = ["DIMS", "OpDims", "backward_flops", "decomposition", "describe", "describe_call", "localise", "tensor_arguments"]
+
+DIMS = "dims"
 
 # Importing these files fills the tables of the registry.
 _FILES = (attention, contraction, conv, einsum, factory, index, loss_means, losses, norms, pieces, pointwise, reduction, rnn, sums, views)
@@ -86,10 +88,14 @@ def describe_call(target: OpOverload, args: tuple[Any, ...], kwargs: tuple[tuple
 def describe(node: fx.Node) -> OpDims | None:
     """The named dims of an op instance, from the fake tensors in meta["val"] of the node and of its arguments.
 
-    None: no rule covers it, or the node is no ATen op (placeholder, getitem, scalar arithmetic).
+    None: no rule covers it, or the node is no ATen op (placeholder, getitem, scalar arithmetic). Remembered in meta["dims"]; a pass that gives
+    a node other arguments makes a new node.
     """
-    key = _key(node)
-    return None if key is None else describe_call(*key)
+    if DIMS not in node.meta:
+        key = _key(node)
+        node.meta[DIMS] = None if key is None else describe_call(*key)
+    found: OpDims | None = node.meta[DIMS]
+    return found
 
 
 def decomposition(node: fx.Node) -> Callable[..., Any] | None:
