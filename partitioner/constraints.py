@@ -8,6 +8,7 @@ from partitioner.errors import ConstraintError
 
 SHARDS = ("none", "zero1", "zero2", "zero3", "auto")
 CHECKPOINTS = ("none", "full", "auto")
+MOST = 1_000_000  # ranks or micro-batches
 
 
 @dataclass(frozen=True)
@@ -35,7 +36,7 @@ def parse(given: Mapping[str, Any] | None, ranks: int) -> Constraints:
     for axis, what in (("pp", "pipeline"), ("tp", "tensor")):
         degree = wanted.pop(axis, 1)
         if not _is_count(degree):
-            raise ConstraintError(f"constraints[{axis!r}] is {degree!r}; write a whole number from 1")
+            raise ConstraintError(f"constraints[{axis!r}] is {degree!r}; write a whole number from 1 to {MOST:,}")
         if degree != 1:
             raise ConstraintError(
                 f"constraints[{axis!r}] is {degree}, but {what} parallelism is not available yet: the mesh has the axis dp alone; leave {axis} out"
@@ -50,7 +51,7 @@ def parse(given: Mapping[str, Any] | None, ranks: int) -> Constraints:
             raise ConstraintError(f"constraints[{key!r}] is {wanted[key]!r}; it may be {', '.join(allowed)}")
     for key in ("dp", "micro_batches"):
         if wanted.get(key) is not None and not _is_count(wanted[key]):
-            raise ConstraintError(f"constraints[{key!r}] is {wanted[key]!r}; write a whole number from 1")
+            raise ConstraintError(f"constraints[{key!r}] is {wanted[key]!r}; write a whole number from 1 to {MOST:,}")
     if wanted.get("dp") not in (None, ranks):
         raise ConstraintError(
             f"constraints['dp'] is {wanted['dp']}, but there are {ranks} devices and dp is the only axis; write gpus={wanted['dp']} or leave dp out"
@@ -59,4 +60,4 @@ def parse(given: Mapping[str, Any] | None, ranks: int) -> Constraints:
 
 
 def _is_count(value: object) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and 1 <= value <= 1_000_000
+    return isinstance(value, int) and not isinstance(value, bool) and 1 <= value <= MOST

@@ -6,6 +6,7 @@
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
+from hashlib import sha256
 from typing import Any
 
 from torch import Tensor, fx
@@ -158,8 +159,8 @@ class Prepared:
         """The class split for a saved set and emitted."""
         key = (cls, saved)
         if key not in self._functions:
-            count = sum(known == cls for known, _ in self._functions)
-            name = cls if count == 0 else f"{cls}__{count}"
+            # named by what is saved, not by when it was asked for: a plan gives the same text whether it was searched for or read from a file
+            name = f"{cls}__{sha256(repr(sorted(saved)).encode()).hexdigest()[:8]}" if saved else cls
             ahead, back = split(self.joint(cls), saved, self.free(cls), self.keep(cls))
             self._functions[key] = emit(self.blocks.classes[cls], ahead, back, name)
             self._prices[name] = (self._priced(ahead.graph), self._priced(back.graph if back else None))

@@ -67,9 +67,11 @@ class Point:
 def price(problem: RematProblem, saved: Iterable[str]) -> Point:
     """What saving the storages of `saved` costs; storages that backward never comes to are left out.
 
-    Raises ValueError where backward needs a value that is neither saved nor can be recomputed.
+    Raises ValueError where a name is none of the problem's, and where backward needs a value that is neither saved nor can be recomputed.
     """
     names = frozenset(saved)
+    if unknown := sorted(names - problem.by_name.keys()):
+        raise ValueError(f"{unknown[0]} cannot be saved: the block computes no such value, or only once gradients arrive")
     storages = {problem.by_name[name].storage for name in names} - {None}
     wanted, recomputed, starts = set(problem.needed), set[str](), set[str]()
     for value in reversed(problem.values):
