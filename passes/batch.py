@@ -153,6 +153,10 @@ def _of_parameters(graph: Graph, dims: Dims) -> set[int]:
 
 def _refuse(graph: Graph, dims: Dims, dim: int) -> None:
     """Say which leaves contradict each other; return where none has a batch to speak of (a single row)."""
+    leaves = _leaves(graph)
+    if leaves and all(_at(graph, name, dim) is None for name, _ in leaves):
+        shapes = ", ".join(f"{name} {tuple(node.meta['val'].shape)}" for name, node in leaves[:6])
+        raise BatchError(f"batch_dim={dim}, but no input has such a dim ({shapes}); give the number of the batch dim, or leave batch_dim='auto'")
     for atom in _voted(graph, dims, dim):
         cuts = _batch(graph, dims, atom).cuts
         here = [name for name, cut in cuts.items() if _at(graph, name, dim) == cut.dim]

@@ -236,6 +236,8 @@ def test_an_int_that_the_model_contradicts_is_refused_by_name() -> None:
         given.infer(1)
     assert "args[0]" in str(caught.value) and "args[1]" in str(caught.value)
     assert model_of(lambda m, x: m.linear(x).mean(), rows(1, D)).infer(0) is None
+    with pytest.raises(BatchError, match=r"batch_dim=3, but no input has such a dim \(args\[0\] \(5, 6, 8\), args\[1\] \(6, 5\)\)"):
+        given.infer(3)
 
 
 def test_a_tree_says_it_for_every_input() -> None:
