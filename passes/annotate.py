@@ -123,10 +123,11 @@ class _Annotator:
     batch: Batch | None
     flow: Flow
     _bytes: dict[tuple[fx.Node, int], sympy.Expr] = field(default_factory=dict)
-    _scaled: dict[tuple[Atoms, int], sympy.Expr] = field(default_factory=dict)
+    _scaled: dict[tuple[int, Atoms], sympy.Expr] = field(default_factory=dict)
     _moved: dict[Any, tuple[sympy.Expr, sympy.Expr]] = field(default_factory=dict)
     _labelled: dict[Any, tuple[sympy.Expr, tuple[str, ...]]] = field(default_factory=dict)
     _flops: dict[Any, sympy.Expr] = field(default_factory=dict)
+    _free: dict[fx.Node, tuple[tuple[Atoms, ...] | None, ...]] = field(default_factory=dict)
 
     @cached_property
     def sizes(self) -> Sizes:
@@ -174,7 +175,8 @@ class _Annotator:
         return self._bytes[key]
 
     def _times(self, atoms: Atoms, factor: int) -> sympy.Expr:
-        key = (atoms, factor)
+        number, free = self.sizes.reduced(atoms)
+        key = (number * factor, free)
         if key not in self._scaled:
             self._scaled[key] = factor * self.sizes.size(atoms)
         return self._scaled[key]
@@ -218,7 +220,7 @@ class _Annotator:
             found = expression()
             self._labelled[which] = (found, tuple(sorted(str(one) for one in found.free_symbols)))
         found, names = self._labelled[which]
-        key = (which, tuple([labels[name] for name in names]))
+        key = (which, tuple([self.sizes.reduced(labels[name]) for name in names]))
         if key not in self._flops:
             self._flops[key] = found.xreplace({sympy.Symbol(name): self.sizes.size(labels[name]) for name in names})
         return self._flops[key]
@@ -234,7 +236,9 @@ class _Annotator:
             inputs = node.all_input_nodes
             rule = self.rules[node]
             op = id(rule) if rule is not None else (node.target, frozen(node.args), frozen(node.kwargs))
-            key = (op, tuple([self.shapes.get(one) for one in inputs]), tuple([inputs.index(one) for one in tensor_arguments(node)]))
+            tensors = tensor_arguments(node)
+            layout = tuple([(inputs.index(one), one.meta["val"].stride()) for one in tensors])
+            key = (op, layout, tuple([self._free_dims(one) for one in tensors]))
             found = keeping.of(key, node, frozenset(at for at, one in enumerate(inputs) if one in back[node]))
             kept.update(self.makers[inputs[at]][0] for at in found.arguments)
             kept.update(self.makers[node][at] for at in found.results)
@@ -266,9 +270,16 @@ class _Annotator:
             found[node] = tuple(held.get(_storage(one), mine) if isinstance(one, Tensor) else mine for one, mine in zip(results, own, strict=True))
         return found
 
+    def _free_dims(self, node: fx.Node) -> tuple[tuple[Atoms, ...] | None, ...]:
+        """The free atoms of every dim."""
+        if node not in self._free:
+            shapes = self.shapes.get(node, ())
+            self._free[node] = tuple([None if shape is None else tuple([self.sizes.reduced(dim)[1] for dim in shape]) for shape in shapes])
+        return self._free[node]
+
     def _free_atoms(self) -> list[int]:
         """Atoms whose size changes with a symbol."""
-        return [atom for atom in self.dims.atoms if self.sizes.size((atom,)).free_symbols]
+        return [atom for atom in self.dims.atoms if self.sizes.reduced((atom,))[1]]
 
 
 _aten: Any = torch.ops.aten

@@ -51,7 +51,7 @@ class Keeping:
         self._known: dict[Any, Kept] = {}
 
     def of(self, key: Any, node: fx.Node, needs: frozenset[int]) -> Kept:
-        """`key`: equal for ops that are the same but for their nodes; `needs`: positions in node.all_input_nodes that want a gradient."""
+        """`key`: equal for equal ops; `needs`: positions in node.all_input_nodes that want a gradient."""
         if (key, needs) not in self._known:
             self._known[key, needs] = self._ask(node, needs)
         return self._known[key, needs]

@@ -13,6 +13,7 @@ checked at all others. So a formula is either exact at the sizes it is asked for
 
 import re
 from collections.abc import Iterator, Mapping
+from math import prod
 from typing import Literal
 
 import sympy
@@ -55,7 +56,8 @@ class Sizes:
         self._graph, self._dims = graph, dims
         self._users: dict[object, Input] = dict(zip(graph.placeholders, graph.inputs, strict=True))
         self._values: dict[int, sympy.Expr] = {}
-        self._known: dict[Atoms, sympy.Expr] = {(): sympy.Integer(1)}
+        self._reduced: dict[Atoms, tuple[int, Atoms]] = {}
+        self._known: dict[tuple[int, Atoms], sympy.Expr] = {}
         self._symbols: dict[str, int] = {}
         self._dim_of: dict[str, int] = {}  # the dim of an input that a symbol was first met in
         self._follows: dict[str, str] = {}
@@ -63,7 +65,7 @@ class Sizes:
         self._conditions: dict[tuple[str, sympy.Expr, sympy.Expr], Condition] = {}
         self._captured: dict[sympy.Expr, int] = {}
         self._made: dict[int, list[tuple[fx.Node, OpDims, int, int]]] = {}
-        self._ranges: dict[int, tuple[fx.Node, int]] = {}  # what an arange counts
+        self._ranges: dict[int, tuple[fx.Node, int]] = {}  # a dim that an arange counts, and the arange's
         self._busy: set[int] = set()
         self._bound = dict(self._bind(rules))
         self._name(batch)
@@ -193,10 +195,21 @@ class Sizes:
 
     def size(self, atoms: Atoms) -> sympy.Expr:
         """The product of some atoms, which are roots."""
-        found = self._known.get(atoms)
+        return self._product(*self.reduced(atoms))
+
+    def reduced(self, atoms: Atoms) -> tuple[int, Atoms]:
+        """The same product as a number and the atoms that may change: equal for equal layers, whose weights have atoms of their own."""
+        found = self._reduced.get(atoms)
         if found is None:
-            found = self._known[atoms] = sympy.Mul(*[self._value(atom) for atom in atoms])
+            free = tuple([atom for atom in atoms if self._value(atom).free_symbols])
+            found = self._reduced[atoms] = (prod([int(self._value(atom)) for atom in atoms if atom not in free]), tuple(sorted(free)))
         return found
+
+    def _product(self, number: int, free: Atoms) -> sympy.Expr:
+        key = (number, free)
+        if key not in self._known:
+            self._known[key] = sympy.Mul(sympy.Integer(number), *[self._value(atom) for atom in free])
+        return self._known[key]
 
     def dim(self, node: fx.Node, dim: int) -> sympy.Expr:
         """The size of a dim of a tensor."""
@@ -218,11 +231,17 @@ class Sizes:
                     value = found
                     break
             else:
-                if atom in self._ranges:
-                    value = self.dim(*self._ranges[atom])
+                value = self._counted(atom, value)
             self._busy.discard(atom)
         self._values[atom] = value
         return value
+
+    def _counted(self, atom: int, size: sympy.Expr) -> sympy.Expr:
+        """The size of what an arange counts, or is counted by one."""
+        try:
+            return self.dim(*self._ranges[atom]) if atom in self._ranges else size
+        except Unknown:
+            return size
 
     def _made_by(self, node: fx.Node, rule: OpDims, result: int, dim: int) -> sympy.Expr | None:
         try:
@@ -258,9 +277,10 @@ class Sizes:
                     if len(atoms) == 1 and rule.outputs[result][dim] == (label,):  # type: ignore[index]
                         self._made.setdefault(atoms[0], []).append((node, rule, result, dim))
             for positions, source, dim in ranged(node):
-                for atoms in dims.shape(positions) or ():
-                    if len(atoms) == 1:
-                        self._ranges.setdefault(atoms[0], (source, dim))
+                mine, theirs = (dims.shape(positions) or ((),))[0], (dims.shape(source) or ((),) * (dim + 1))[dim]
+                if len(mine) == len(theirs) == 1:
+                    self._ranges.setdefault(mine[0], (source, dim))
+                    self._ranges.setdefault(theirs[0], (positions, 0))
         for *_, atoms in todo:
             for atom in atoms:
                 self._value(atom)
@@ -321,7 +341,7 @@ class Sizes:
         table = {symbol(name): by}
         self._fixed[name] = (self._symbols.pop(name), f"it is {by}: {why}" if by.free_symbols else why)
         self._values = {atom: value.xreplace(table) for atom, value in self._values.items()}
-        self._known = {atoms: value.xreplace(table) for atoms, value in self._known.items()}
+        self._reduced, self._known = {}, {}
         old, self._conditions = self._conditions, {}
         for condition in old.values():
             self._condition(condition.left.xreplace(table), condition.relation, condition.right.xreplace(table), condition.why)
