@@ -1,5 +1,6 @@
 """What one call of `make_plan` or `auto_parallelize` knows: the model, its example batch, the machine, and what has been prepared so far."""
 
+import gc
 from collections.abc import Callable, Hashable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
@@ -32,6 +33,18 @@ from partitioner.runtime.parameters import shapes_of
 from partitioner.runtime.program import Program, Request, Unit
 from partitioner.runtime.simulator import storage_bytes
 from partitioner.trial import Shapes, Task, Verdict, communication, sizes_of, trial
+
+
+@contextmanager
+def _no_collection() -> Iterator[None]:
+    """Without the cyclic garbage collector: graphs of thousands of nodes live until the end, and walking them again and again takes a third of the time."""
+    was = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was:
+            gc.enable()
 
 
 class Session:
@@ -168,6 +181,7 @@ class Session:
 
     # --- planning ----------------------------------------------------------------------------------------------
 
+    @_no_collection()
     def plan(self, given: Plan | None = None) -> Plan:
         """Decide, or take over the decisions of `given`."""
         if given is not None:
@@ -234,6 +248,7 @@ class Session:
             raise PlanError("there is no plan yet; call plan() first")
         return self._choice
 
+    @_no_collection()
     def lower(self, request: Request) -> tuple[Program, ...]:
         """Programs of all ranks for these inputs and this mode, checked together; decisions are the plan's, block by block.
 

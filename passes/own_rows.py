@@ -32,6 +32,8 @@ _MOVES = frozenset(
 
 def pair_rows(graph: Graph) -> Graph:
     """The same graph with indexing by an enumeration of the rows written as gathers; the graph itself where there is none."""
+    if not any(node.target is aten.index.Tensor for node in graph.module.graph.nodes):
+        return graph
     counted: dict[fx.Node, int] = {}  # node -> the dim whose positions its values are
     found = []
     for node in graph.module.graph.nodes:
