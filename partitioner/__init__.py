@@ -16,6 +16,9 @@ if not (Path(__file__).parent / "passes").is_dir():  # a checkout without workin
 _HOMES = {"auto_parallelize": "api", "make_plan": "api", "Plan": "plan", "Cluster": "cluster"}
 
 
+__all__ = ["Cluster", "Plan", "auto_parallelize", "make_plan"]
+
+
 def __getattr__(name: str) -> Any:
     errors = importlib.import_module("partitioner.errors")
     if name in _HOMES:

@@ -116,6 +116,7 @@ def auto_parallelize(
         return _Unlaunched(model, session.plan(plan))  # type: ignore[return-value]
     group = ranks.group
     bind(AXIS, group)
+    agree("the model and its example inputs", session.identity, ranks)
     made: Plan = _on_first(ranks, lambda: session.plan(plan), "planning")
     if any(p.is_meta for p in model.parameters()):
         _materialize(model, init_fn, ranks.device)
@@ -228,4 +229,12 @@ class _Unlaunched(nn.Module):
         )
 
     forward = train_step = _refuse
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            if not hasattr(ParallelModule, name) and name != "measured":
+                raise
+            return self._refuse
 

@@ -103,6 +103,7 @@ def lower(
             prefetch=prefetch,
             bytes_of={unit.number: sum(parameter_bytes[name] for name in unit.parameters) for unit in choice.units},
             held=frozenset(held),
+            joined=mode == "step",
             price=seconds,
             communication=communication,
         )

@@ -32,6 +32,7 @@ class Order:
     prefetch: bool
     bytes_of: dict[int, int]  # unit -> bytes of its whole parameters
     held: frozenset[str]
+    joined: bool  # False in a forward program: its backward comes later, if at all, so that nothing stays gathered in between
     price: Callable[[str, str, int], float]
     communication: Callable[[str, int], float]
 
@@ -143,7 +144,7 @@ class _Writer:
             at = bisect_right(uses, position)
             later = uses[at] if at < len(uses) else None
             turn = later is not None and self.uses[later].backward and not use.backward
-            soon = later == position + 1
+            soon = later == position + 1 and (self.order.joined or self.uses[later].backward == use.backward)
             if later is not None and (soon or (turn and unit in self.order.kept and self.uses[later].mb == use.mb)):
                 continue
             self.here.discard(unit)

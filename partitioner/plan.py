@@ -262,6 +262,8 @@ class Plan(_Part):
     def emit(self, folder: str | Path) -> Path:
         """Write every rank's program as text and the block functions as Python. Raises PlanError on a plan that came from a file."""
         lowered = self._bound("emit")
+        if Path(folder).exists() and not Path(folder).is_dir():
+            raise PlanError(f"{folder} is a file; give the folder that the programs are to be written into")
         Path(folder).mkdir(parents=True, exist_ok=True)
         lowered.write(Path(folder))
         return Path(folder)

@@ -34,6 +34,9 @@ def decide(task: Task) -> Verdict:
         quickest = model.verdict(model.quickest)
         if quickest.peak_bytes <= task.capacity_bytes:
             bound = min(bound, model.fastest)
+            if task.cluster.overlap:  # what is quickest block by block need not be where communication runs beside computation
+                beside, _ = _fit(task, model)
+                quickest = beside if beside is not None and beside.step_seconds < quickest.step_seconds else quickest
             best = quickest if best is None or quickest.step_seconds < best.step_seconds else best
             break  # memory does not bind: cutting the batch further in time gains nothing
         found, least = _fit(task, model)

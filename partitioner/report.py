@@ -152,6 +152,8 @@ def _replicated(plan: Plan) -> list[str]:
     counts: dict[Replicated, int] = {}
     for item in plan.replicated:
         counts[item] = counts.get(item, 0) + 1
+    if plan.batch.rows is None and plan.ranks > 1:
+        return [f"replicated: everything; no batch dim with a row for each of {plan.ranks} ranks was found, so every rank computes the whole batch"]
     if not counts:
         return ["replicated: nothing; every op runs on its rank's rows alone"]
     lines = [f"replicated: {_counted(sum(counts.values()), 'op')}, run by every rank on the whole batch (correct, but slower)"]

@@ -1,6 +1,7 @@
 """What one call of `make_plan` or `auto_parallelize` knows: the model, its example batch, the machine, and what has been prepared so far."""
 
 import gc
+import hashlib
 from collections.abc import Callable, Hashable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
@@ -15,7 +16,7 @@ from partitioner.assemble import assemble, decisions_of
 from partitioner.cluster import Cluster
 from partitioner.constraints import parse
 from partitioner.cost import op_seconds
-from partitioner.errors import BatchError, InputError, PartitionerError, PlanError
+from partitioner.errors import BatchError, ConstraintError, InputError, PartitionerError, PlanError
 from partitioner.examples import example_call
 from partitioner.fingerprint import fingerprint
 from partitioner.lower import Choice, Decision, lower
@@ -29,6 +30,7 @@ from partitioner.planner import decide
 from partitioner.prepare import Prepared, check_micro_batches, most_micro_batches, prepare
 from partitioner.quantities import parse_bytes
 from partitioner.runtime.check import check
+from partitioner.runtime.module import ParallelModule
 from partitioner.runtime.parameters import shapes_of
 from partitioner.runtime.program import Program, Request, Unit
 from partitioner.runtime.simulator import storage_bytes
@@ -37,7 +39,7 @@ from partitioner.trial import Shapes, Task, Verdict, communication, sizes_of, tr
 
 @contextmanager
 def _no_collection() -> Iterator[None]:
-    """Without the cyclic garbage collector: graphs of thousands of nodes live until the end, and walking them again and again takes a third of the time."""
+    """Without the cyclic garbage collector: graphs of thousands of nodes live to the end, and walking them again and again takes a third of it."""
     was = gc.isenabled()
     gc.disable()
     try:
@@ -68,6 +70,10 @@ class Session:
     ) -> None:
         if not isinstance(model, nn.Module):
             raise InputError(f"model is a {type(model).__name__}; pass an nn.Module")
+        if isinstance(model, ParallelModule):
+            raise InputError("the model is parallelized already; pass the plain model, once")
+        if isinstance(model, nn.parallel.DistributedDataParallel):
+            raise InputError("the model is wrapped in DistributedDataParallel; pass model.module: data parallelism is a decision of the plan")
         if loss is not None and not callable(loss):
             raise InputError(f"loss is a {type(loss).__name__}; pass a function of (output) or, with example_targets, of (output, targets)")
         if precision != "fp32":
@@ -83,6 +89,8 @@ class Session:
         self.constraints = parse(constraints, self.ranks)
         self.memory_bytes = None if memory is None else parse_bytes(memory)
         self.leaves: dict[str, Any] = dict(named_leaves(self.args, self.kwargs, self.targets, self.has_targets)[0])
+        if empty := [path for path, leaf in self.leaves.items() if isinstance(leaf, Tensor) and leaf.dim() and not leaf.numel()]:
+            raise BatchError(f"{empty[0]} has shape {tuple(self.leaves[empty[0]].shape)}: there is nothing to compute; pass a batch with rows")
         self.batch_dim = self._batch_dims(batch_dim)
         self.fingerprint = fingerprint(model, self.leaves)
         every = shapes_of(model)
@@ -109,6 +117,8 @@ class Session:
             tree: dict[str, Any] = {"args": given}
         else:
             tree = dict(given) if set(given) <= {"args", "kwargs", "targets"} else {"kwargs": given}
+        if not isinstance(tree.get("args", ()), (tuple, list)) or not isinstance(tree.get("kwargs", {}), Mapping):
+            raise BatchError(f"batch_dim is {given!r}; \"args\" takes a tuple and \"kwargs\" a dict, formed like the inputs")
         pairs, _ = named_leaves(tuple(tree.get("args", ())), dict(tree.get("kwargs", {})), tree.get("targets"), "targets" in tree)
         for path, dim in pairs:
             if path not in self.leaves:
@@ -116,6 +126,12 @@ class Session:
             if dim is not None and (not isinstance(dim, int) or isinstance(dim, bool)):
                 raise BatchError(f"batch_dim says {dim!r} for {path}; write the number of the batch dim, or None where it has none")
         return dict(pairs)
+
+    @property
+    def identity(self) -> str:
+        """A digest of the model's structure and of the example inputs' shapes: what must be equal on all ranks."""
+        shapes = [(path, tuple(leaf.shape), str(leaf.dtype)) for path, leaf in self.leaves.items() if isinstance(leaf, Tensor)]
+        return hashlib.sha256(repr((self.fingerprint, shapes)).encode()).hexdigest()
 
     # --- captures ----------------------------------------------------------------------------------------------
 
@@ -216,6 +232,11 @@ class Session:
             raise PlanError(
                 "the plan is for another model or other inputs (names, shapes, dtypes, requires_grad or ties of parameters and buffers, or the "
                 f"input paths differ): planned for {given.model}; make a new plan with make_plan(model, …)"
+            )
+        if (pinned := self.constraints.as_dict()) and pinned != given.constraints:
+            raise ConstraintError(
+                f"constraints are {pinned}, but a plan was given, which holds every decision already (made under {given.constraints}); "
+                "leave one of them out"
             )
 
     def _follow(self, task: Task, given: Plan) -> Verdict:

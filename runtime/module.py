@@ -4,6 +4,7 @@ It shares the user's module's dictionaries of children, parameters and buffers i
 `parallel.layers[0]` is the user's layer, and `parallel.parameters()` are the placed ones.
 """
 
+import hashlib
 from collections.abc import Callable, Hashable, Iterable, Mapping
 from typing import Any, Protocol
 
@@ -13,7 +14,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils._pytree import TreeSpec, tree_unflatten
 
-from partitioner.errors import PartitionerError, ProgramError
+from partitioner.errors import PartitionerError, ProgramError, RankError
 from partitioner.runtime.bridge import attach
 from partitioner.runtime.executor import Executor, Store
 from partitioner.runtime.inputs import Expected
@@ -168,6 +169,7 @@ class ParallelModule(nn.Module):
         # Part of the key is every submodule's training flag: one that the user froze with .eval() runs as evaluation.
         flags = tuple(module.training for module in self._user.modules())
         key: Hashable = (mode, flags, grad, tuple(_shape_key(path, leaf) for path, leaf in leaves.items()))
+        self._same_on_all_ranks(key)
         executor: Executor | None = self._executors.get(key)
         if executor is None:
             program = self._lower(Request(mode=mode, training=self.training, leaves=leaves, grad=grad))
@@ -180,6 +182,20 @@ class ParallelModule(nn.Module):
         # Whatever the user did to parameters since the last call (an averaged copy swapped in through .data leaves no trace) must be seen.
         self._store.mark_stale()
         return executor
+
+    def _same_on_all_ranks(self, key: Hashable) -> None:
+        """Raise RankError on every rank together where the ranks call with different inputs: their collectives would never meet."""
+        if self._group is None:
+            return
+        number = int.from_bytes(hashlib.sha256(repr(key).encode()).digest()[:7], "big")
+        both = torch.tensor([number, -number], dtype=torch.int64, device=self._device)
+        dist.all_reduce(both, op=dist.ReduceOp.MAX, group=self._group)
+        most, least = both.tolist()
+        if (most, -least) != (number, number):
+            raise RankError(
+                f"rank {self._rank}: the ranks call with inputs of different shapes, dtypes or literals, or in different modes; every rank takes "
+                "the same global batch and uses its share: pass the same inputs on all of them"
+            )
 
     def _resident(self) -> Iterable[Tensor]:
         yield from self._store.held()

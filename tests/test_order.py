@@ -58,6 +58,7 @@ def order_of(calls: Sequence[Call], shard: Shard, **changes: Any) -> Order:
         functions=FUNCTIONS,
         units=units,
         kept=frozenset(),
+        joined=True,
         micro_batches=1,
         prefetch=False,
         bytes_of={unit.number: BYTES for unit in units},
@@ -316,6 +317,7 @@ def test_every_order_can_be_played(layers: int, micro_batches: int, shards: list
         functions=program.functions,
         units=units,
         kept=frozenset(unit.number for unit in units if unit.number in kept),
+        joined=True,
         micro_batches=micro_batches,
         prefetch=prefetch,
         bytes_of={unit.number: BYTES for unit in units},
@@ -331,3 +333,16 @@ def test_every_order_can_be_played(layers: int, micro_batches: int, shards: list
     if not prefetch:
         eager, lazy = (arrange(replace(order, prefetch=some), backward=True) for some in (True, False))
         assert sorted(map(instruction_text, eager[0] + eager[1])) == sorted(map(instruction_text, lazy[0] + lazy[1]))
+
+
+def test_nothing_stays_gathered_between_a_forward_and_a_backward_of_its_own() -> None:
+    """A forward program may never see its backward, so its units are freed and gathered again."""
+    ahead, after = arrange(order_of(THREE, "zero3", joined=False), backward=True)
+    here = set()
+    for instruction in ahead:
+        if instruction.op == "GATHER":
+            here.add(instruction.unit)
+        elif instruction.op == "FREE":
+            here.discard(instruction.unit)
+    assert not here
+    assert {i.unit for i in after if i.op == "GATHER"} == {i.unit for i in after if i.op == "FREE"} != set()
