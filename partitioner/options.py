@@ -5,11 +5,13 @@ from dataclasses import replace
 from functools import cached_property
 from math import inf
 
+from torch import fx
+
 from partitioner.errors import InfeasibleError
 from partitioner.lower import Choice, Decision, units_of
 from partitioner.passes.block import Block, BlockFunction, Footprint
 from partitioner.passes.rematerialize import Point
-from partitioner.runtime.optimizer_bytes import planned_bytes
+from partitioner.runtime.optimizer_bytes import state_bytes
 from partitioner.runtime.program import Shard, Unit
 from partitioner.runtime.unit_bytes import UnitBytes
 from partitioner.solver import Option, Problem, Run, solve
@@ -90,7 +92,7 @@ class Options:
         unit = UnitBytes.of((Unit(0, shard, own),), task.shapes, task.ranks, 0)[0] if own else None
         state = persistent = 0
         if unit is not None:
-            state, _ = planned_bytes(task.optimizer, unit.local_shapes(), task.cluster.device)
+            state = state_bytes(task.optimizer, unit.local_shapes())
             gradients = trainable if m > 1 and shard in ("none", "zero1") else unit.gradient_bytes()
             persistent = unit.persistent() + state + gradients
         seconds = communication(task.cluster, task.ranks)
@@ -101,7 +103,7 @@ class Options:
             traffic += times * seconds(f"REDUCE {shard}", trainable) if trainable else 0.0
             if shard != "none":
                 traffic += (m * gathers if shard == "zero3" else 1) * seconds("GATHER", whole)
-        values = [at for at, port in enumerate(block.reads) if port.kind == "value" and not self.shared & {port.name}]
+        values = [at for at, port in enumerate(block.reads) if port.kind == "value" and port.name not in self.shared]
         bytes_in = sum(self._argument(block, at) for at in values)
         saved_reads = {saved.index for saved in function.saved if saved.kind == "read"} & set(values)
         own_saved = _held(function.forward_footprint, range(function.writes, len(function.forward_footprint.results)), self.rows)
@@ -125,7 +127,13 @@ class Options:
 
     def _argument(self, block: Block, at: int) -> int:
         """Bytes of the value that a block reads as its argument `at`."""
-        node = self.prepared.joint(block.cls).placeholders[at]
+        return self._bytes(self.prepared.joint(block.cls).placeholders[at])
+
+    def _write(self, block: Block, at: int) -> int:
+        """Bytes of the value that a block writes as its result `at`."""
+        return self._bytes(self.prepared.joint(block.cls).results[at])
+
+    def _bytes(self, node: fx.Node) -> int:
         count = node.meta["val"].element_size()
         for size in node.meta["sizes"]:
             count *= size.at(self.rows)
@@ -151,13 +159,6 @@ class Options:
         for block in self.blocks:
             across += sum(self._write(block, at) for at, name in enumerate(block.writes) if name in self.shared)
         return Problem(tuple(runs), sum(task.fixed_bytes.values()) + rest + across, capacity, task.cluster.overlap)
-
-    def _write(self, block: Block, at: int) -> int:
-        node = self.prepared.joint(block.cls).results[at]
-        count = node.meta["val"].element_size()
-        for size in node.meta["sizes"]:
-            count *= size.at(self.rows)
-        return int(count)
 
     @cached_property
     def fastest(self) -> float:
