@@ -2,8 +2,9 @@
 
 So the figures are those of the installed torch, with its temporaries and its 0-dim step counters, and nothing large is allocated or computed.
 On CPU torch steps parameter by parameter: a parameter's temporaries stand beside what is left of the one before it, so it is enough to measure
-each distinct pair of neighbours. On other devices it steps on all of a dtype at once (foreach); with several
-dtypes there, a figure may be off by what is left of one dtype when the next is taken, as their order is that of a hash table.
+each distinct pair of neighbours. On other devices it steps on all of a dtype at once (foreach), where most optimizers make every temporary for
+all parameters before the next: what one parameter takes then adds up. With several dtypes there, a figure may be off by what is left of one dtype
+when the next is taken, as their order is that of a hash table.
 """
 
 import inspect
@@ -82,9 +83,21 @@ def _state(kind: Kind, shapes: Shapes, device: str) -> int:
 
 def _temporary(kind: Kind, shapes: Shapes, device: str) -> int:
     flat = _flat(shapes)
-    if device != "cpu" or len(flat) < 2:
+    if len(flat) < 2:
         return _measure(kind, flat, device)[1] if flat else 0
-    return max(_measure(kind, pair, device)[1] for pair in dict.fromkeys(pairwise(flat)))
+    if device == "cpu":
+        return max(_measure(kind, pair, device)[1] for pair in dict.fromkeys(pairwise(flat)))
+    filled = [one for one in flat if one[0]]
+    if filled and len({dtype for _, dtype in flat}) == 1 and _adds_up(kind, device):
+        return sum(_measure(kind, (one,), device)[1] for one in filled)
+    return _measure(kind, flat, device)[1]
+
+
+@lru_cache
+def _adds_up(kind: Kind, device: str) -> bool:
+    """Whether the temporaries of a foreach step are the sum of those of its parameters. It is not so where the step loops within (Rprop's)."""
+    probe = tuple((numel, torch.float32) for numel in (1000, 1, 64, 64, 300))
+    return _measure(kind, probe, device)[1] == sum(_measure(kind, (one,), device)[1] for one in probe)
 
 
 def _flat(shapes: Shapes) -> tuple[tuple[int, torch.dtype], ...]:
