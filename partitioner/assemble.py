@@ -90,8 +90,8 @@ def assemble(session: "Session", verdict: Verdict) -> plans.Plan:
 
 def _prediction(trial: Trial) -> plans.RankPrediction:
     simulation = trial.simulation
-    rest = {"saved values, gradients, temporaries": max(0, simulation.peak_bytes - sum(trial.held_bytes.values()))}
-    return plans.RankPrediction(step_seconds=simulation.step_seconds, peak_bytes=simulation.peak_bytes, breakdown={**trial.held_bytes, **rest})
+    kinds = {kind: count for kind, count in simulation.peak.by_kind.items() if count}
+    return plans.RankPrediction(step_seconds=simulation.step_seconds, peak_bytes=simulation.peak_bytes, breakdown=kinds)
 
 
 def _where(cut: Cut | None) -> dict[str, int]:

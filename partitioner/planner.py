@@ -87,13 +87,12 @@ def _why(task: Task, leanest: Verdict) -> str:
     """The limit, by how much it is passed, what of, and three ways out."""
     trial = max(leanest.trials, key=lambda trial: trial.simulation.peak_bytes)
     peak = trial.simulation.peak_bytes
-    rest = peak - sum(trial.held_bytes.values())
-    parts = [f"{format_bytes(size)} of {kind}" for kind, size in trial.held_bytes.items() if size]
+    parts = [f"{format_bytes(size)} of {kind}" for kind, size in trial.simulation.peak.by_kind.items() if size]
     pinned = ", ".join(f"{key}={value}" for key, value in task.constraints.as_dict().items())
     return (
         f"no plan found fits into {format_bytes(task.capacity_bytes)} a device: the leanest takes {format_bytes(peak)}, "
-        f"{format_bytes(peak - task.capacity_bytes)} too much, at {trial.simulation.peak_at}. It is made of {', '.join(parts)} and "
-        f"{format_bytes(rest)} of saved values, gradients and temporaries, in {leanest.choice.micro_batches} micro-batches"
-        f"{f' (pinned: {pinned})' if pinned else ''}. Ways out: (1) allow {format_bytes(peak)} a device; (2) use more ranks, or an optimizer with "
-        "less state; (3) take a smaller batch, or drop a constraint"
+        f"{format_bytes(peak - task.capacity_bytes)} too much, at {trial.simulation.peak_at}. It is made of {', '.join(parts)}, in "
+        f"{leanest.choice.micro_batches} micro-batches{f' (pinned: {pinned})' if pinned else ''}. "
+        f"Ways out: (1) allow {format_bytes(peak)} a device; (2) use more ranks, or an optimizer with less state; "
+        "(3) take a smaller batch, or drop a constraint"
     )

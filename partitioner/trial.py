@@ -61,11 +61,10 @@ def sizes_of(shapes: Shapes) -> dict[str, int]:
 
 @dataclass(frozen=True)
 class Trial:
-    """One rank's step program, simulated. held_bytes: what lies there all step long, by kind."""
+    """One rank's step program, simulated."""
 
     program: Program
     simulation: Simulation
-    held_bytes: dict[str, int]
 
 
 @dataclass(frozen=True)
@@ -105,11 +104,6 @@ def trial(task: Task, prepared: Prepared, choice: Choice) -> tuple[Trial, ...]:
         ghosts = UnitBytes.of(choice.units, task.shapes, task.ranks, program.rank)
         local = [shape for ghost in ghosts.values() for shape in ghost.local_shapes()]
         state, temporary = planned_bytes(task.optimizer, local, task.cluster.device)
-        held = {
-            "parameters": sum(ghost.persistent() for ghost in ghosts.values()),
-            "optimizer state": state,
-            "inputs, buffers and constants": sum(task.fixed_bytes.values()),
-        }
         simulation = simulate(
             program,
             bytes_of=task.fixed_bytes,
@@ -118,7 +112,7 @@ def trial(task: Task, prepared: Prepared, choice: Choice) -> tuple[Trial, ...]:
             optimizer_temporary_bytes=temporary,
             overlap=task.cluster.overlap,
         )
-        trials.append(Trial(program, simulation, held))
+        trials.append(Trial(program, simulation))
     return tuple(trials)
 
 

@@ -5,43 +5,60 @@ what it ends at. `compile_replay` reduces the events to those; playing a functio
 """
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal, get_args
 
 from partitioner.runtime.program import Replay
 
+Kind = Literal["parameters", "optimizer state", "inputs, buffers and constants", "gathered parameters", "gradients", "saved values"]
+"""What bytes are held for. The rest are temporaries: what functions make inside, values between blocks and the gradients of those."""
+
 
 class Ledger:
-    """Bytes that are alive, the most that ever were, and the most since `mark`."""
+    """Bytes that are alive, the most that ever were, and the most since `mark`; by kind (`held`) now and when that most was reached."""
 
     def __init__(self) -> None:
         self.now = 0
         self.peak = 0
         self.recent = 0
+        self.held: dict[Kind, int] = dict.fromkeys(get_args(Kind), 0)
+        self.recent_held = self.held
 
     def grow(self, rise: int, net: int) -> None:
         """Memory rises by `rise` bytes and ends `net` bytes above where it was."""
         if self.now + rise > self.recent:
             self.recent = self.now + rise
+            self.recent_held = self.held.copy()
             self.peak = max(self.peak, self.recent)
         self.now += net
 
     def mark(self) -> None:
         self.recent = self.now
+        self.recent_held = self.held.copy()
 
 
 class Storage:
     """A live storage: counted in its ledger as long as something refers to it."""
 
-    __slots__ = ("bytes", "ledger")
+    __slots__ = ("bytes", "kind", "ledger")
 
     def __init__(self, ledger: Ledger, count: int, counted: bool = False) -> None:
         self.ledger = ledger
         self.bytes = count
+        self.kind: Kind | None = None
         if not counted:
             ledger.grow(count, count)
 
+    def become(self, kind: Kind) -> None:
+        """From now on these bytes are held for this."""
+        if self.kind is not None:
+            self.ledger.held[self.kind] -= self.bytes
+        self.kind = kind
+        self.ledger.held[kind] += self.bytes
+
     def __del__(self) -> None:
         self.ledger.now -= self.bytes
+        if self.kind is not None:
+            self.ledger.held[self.kind] -= self.bytes
 
 
 @dataclass(frozen=True)

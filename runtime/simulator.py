@@ -10,9 +10,9 @@ Communication waits for the compute issued before it, because a collective reads
 the parameters it reads; the end of the step waits for all.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from torch import Tensor
 
@@ -20,7 +20,7 @@ from partitioner.errors import ProgramError
 from partitioner.runtime.inputs import narrow_copies
 from partitioner.runtime.player import Player
 from partitioner.runtime.program import Function, Instruction, Program, Ref, Replay, Slice, Unit
-from partitioner.runtime.replay import Compiled, Ledger, Storage, compile_replay
+from partitioner.runtime.replay import Compiled, Kind, Ledger, Storage, compile_replay
 from partitioner.runtime.text import instruction_text
 
 
@@ -32,23 +32,43 @@ class Events(Protocol):
     def events(self, op: str) -> Sequence[tuple[str, str, int]]: ...
 
 
+class Moment(NamedTuple):
+    """Memory around an instruction that was issued at `seconds`: the most bytes while it runs, bytes after it, and what the most is held for."""
+
+    instruction: str
+    peak_bytes: int
+    after_bytes: int
+    seconds: float
+    held: dict[Kind, int]
+
+    @property
+    def by_kind(self) -> dict[str, int]:
+        """The most bytes by kind, temporaries included; they sum to `peak_bytes`."""
+        return {**dict[str, int](self.held.items()), "temporaries": self.peak_bytes - sum(self.held.values())}
+
+
 @dataclass(frozen=True)
 class Simulation:
     """What a rank does with its step.
 
-    events: (stream, instruction, start seconds, end seconds) of everything that takes time. memory: (instruction, peak bytes while it
-    runs, bytes after it) of every instruction and of the optimizer's step.
+    events: (stream, instruction, start seconds, end seconds) of everything that takes time. memory: a moment for every instruction, for the
+    end of the program (FINISH) and for the optimizer's step.
     """
 
     step_seconds: float
     peak_bytes: int
     events: tuple[tuple[str, str, float, float], ...]
-    memory: tuple[tuple[str, int, int], ...]
+    memory: tuple[Moment, ...]
+
+    @property
+    def peak(self) -> Moment:
+        """The moment of the highest memory."""
+        return max(self.memory, key=lambda moment: moment.peak_bytes)
 
     @property
     def peak_at(self) -> str:
         """The instruction during which memory is highest."""
-        return max(self.memory, key=lambda entry: entry[1])[0]
+        return self.peak.instruction
 
 
 def storage_bytes(tensors: Mapping[str, Tensor]) -> dict[str, int]:
@@ -76,9 +96,9 @@ class StorageMachine:
         self.ready: dict[int, float] = {}
         self.awaited = 0.0
         self.events: list[tuple[str, str, float, float]] = []
-        self.memory: list[tuple[str, int, int]] = []
+        self.memory: list[Moment] = []
         self.total_loss: Storage | None = None
-        self._instruction: Instruction | None = None
+        self._issued = 0.0
         self._held: dict[str, Storage] = {}  # storages of units, by their keys
         self._pending: set[str] = set()
         self._reduced: list[int] = []
@@ -87,7 +107,7 @@ class StorageMachine:
     # Time
 
     def begin(self, instruction: Instruction) -> None:
-        self._instruction = instruction
+        self._issued = self.clock["compute"]
         self.awaited = 0.0
         self.ledger.mark()
 
@@ -103,8 +123,13 @@ class StorageMachine:
             self.events.append((instruction.stream, text, start, end))
         self.note(text)
 
+    def finished(self) -> None:
+        """What comes now comes after the last instruction."""
+        self._issued = max(self.clock.values())
+        self.ledger.mark()
+
     def note(self, text: str) -> None:
-        self.memory.append((text, self.ledger.recent, self.ledger.now))
+        self.memory.append(Moment(text, self.ledger.recent, self.ledger.now, self._issued, self.ledger.recent_held))
 
     # Memory
 
@@ -115,11 +140,17 @@ class StorageMachine:
         if ref.kind == "input":
             rows = self.program.whole_rows if mb is None else self.program.rows[mb]
             if narrow_copies(self.cuts[ref.name], rows, self.program.total) and self.program.total:
-                return Storage(self.ledger, self.bytes_of[ref.name] * rows // self.program.total)
+                copied = Storage(self.ledger, self.bytes_of[ref.name] * rows // self.program.total)
+                copied.become("inputs, buffers and constants")
+                return copied
         return None
 
     def forward(self, function: Function, arguments: list[Any], rows: int) -> list[Storage]:
-        return self._compiled(function.name, "forward", function.forward_replay, rows).play(self.ledger, arguments)
+        keeps = self.program.keeps
+        _keep(arguments[index] for kind, index in function.saved if keeps and kind == "read")
+        results = self._compiled(function.name, "forward", function.forward_replay, rows).play(self.ledger, arguments)
+        _keep(results[function.writes + index] for kind, index in function.saved if keeps and kind == "own")
+        return results
 
     def backward(self, function: Function, arguments: list[Any], rows: int) -> list[Storage]:
         if function.backward_replay is None:
@@ -159,10 +190,9 @@ class StorageMachine:
         for kind, key, count in self.unit_bytes[number].events(op):
             if kind != "make":
                 del self._held[key]
-            elif given is not None and given.bytes == count:
-                self._held[key] = given
-            else:
-                self._held[key] = Storage(self.ledger, count)
+                continue
+            self._held[key] = given if given is not None and given.bytes == count else Storage(self.ledger, count)
+            self._held[key].become("gathered parameters" if op == "GATHER" else "gradients")
 
     def loss(self, values: list[Storage]) -> None:
         self.total_loss = Storage(self.ledger, values[0].bytes)
@@ -187,6 +217,13 @@ class StorageMachine:
             self._unit_events(number, "FINISH")
 
 
+def _keep(storages: Iterable[Any]) -> None:
+    """Backward will read these; parameters and inputs among them (None, or of a kind of their own) are not held for it."""
+    for storage in storages:
+        if isinstance(storage, Storage) and storage.kind is None:
+            storage.become("saved values")
+
+
 def simulate(
     program: Program,
     *,
@@ -204,8 +241,13 @@ def simulate(
     the gradients in place.
     """
     machine = StorageMachine(program, bytes_of, unit_bytes, overlap)
-    base = sum(bytes_of.values()) + sum(unit.persistent() for unit in unit_bytes.values()) + optimizer_state_bytes
-    machine.ledger.grow(base, base)
+    lasting: dict[Kind, int] = {
+        "parameters": sum(unit.persistent() for unit in unit_bytes.values()),
+        "optimizer state": optimizer_state_bytes,
+        "inputs, buffers and constants": sum(bytes_of.values()),
+    }
+    machine.ledger.held.update(lasting)
+    machine.ledger.grow(sum(lasting.values()), sum(lasting.values()))
     player = Player[Storage](program, machine)
     player.play(program.instructions)
     if program.after:
@@ -214,11 +256,11 @@ def simulate(
                 for mb in range(len(program.rows)):
                     player.arrive(ref.name, mb, Storage(machine.ledger, player.likes[ref.name, mb]))
         player.play(program.after)
-    machine.ledger.mark()
+    machine.finished()
     player.finish()
     machine.note("FINISH")
     if program.mode == "step":
-        machine.ledger.mark()
+        machine.finished()
         machine.ledger.grow(optimizer_temporary_bytes, 0)
         machine.note("optimizer.step")
     return Simulation(max(machine.clock.values()), machine.ledger.peak, tuple(machine.events), tuple(machine.memory))

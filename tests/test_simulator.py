@@ -238,3 +238,23 @@ def test_step_ends_when_the_last_reduction_does() -> None:
     # 1 + 1 + 0.5 forward, 0.5 + 2 + 2 backward, then the last REDUCE
     assert result.step_seconds == 8.0
     assert simulated(program, given, overlap=False).step_seconds == 9.0
+
+
+@pytest.mark.parametrize("shard", ["none", "zero3"])
+def test_bytes_by_kind_sum_to_the_peak_and_come_back_to_what_lasts(shard: Shard) -> None:
+    program, given = chain(layers=3, total=12, micro_batches=2, shard=shard), leaves(12)
+    shapes = shapes_of(Chain(3))
+    ghosts = UnitBytes.of(program.units, shapes, 2, 0)
+    lasting = {"parameters": sum(ghost.persistent() for ghost in ghosts.values()), "optimizer state": 77}
+    result = simulate(program, bytes_of=storage_bytes(given), unit_bytes=ghosts, optimizer_state_bytes=77, optimizer_temporary_bytes=1000)
+    for moment in result.memory:
+        assert sum(moment.by_kind.values()) == moment.peak_bytes and min(moment.by_kind.values()) >= 0, moment
+        assert {kind: moment.by_kind[kind] for kind in lasting} == lasting
+    kinds = {moment.instruction: moment.by_kind for moment in result.memory}
+    first, last = kinds["FORWARD block 0 mb 0 on compute"], kinds["optimizer.step"]
+    assert first["saved values"] == first["gradients"] == 0
+    assert last["saved values"] == last["gathered parameters"] == 0
+    assert last["gradients"] == sum(ghost.gradient_bytes() for ghost in ghosts.values()) and last["temporaries"] == 1000 + ITEM  # and the loss
+    saving = kinds["BACKWARD block 2 mb 0 on compute"]
+    assert saving["saved values"] > 0 and (saving["gathered parameters"] > 0) == (shard == "zero3")
+    assert result.peak.seconds <= result.step_seconds == result.memory[-1].seconds
