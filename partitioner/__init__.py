@@ -9,14 +9,15 @@ if TYPE_CHECKING:
     from partitioner.api import make_plan as make_plan
     from partitioner.cluster import Cluster as Cluster
     from partitioner.plan import Plan as Plan
+    from partitioner.runtime.checkpoint import load_checkpoint as load_checkpoint
 
 if not (Path(__file__).parent / "passes").is_dir():  # a checkout without working symbolic links
     __path__.append(str(Path(__file__).parent.parent))
 
-_HOMES = {"auto_parallelize": "api", "make_plan": "api", "Plan": "plan", "Cluster": "cluster"}
+_HOMES = {"auto_parallelize": "api", "make_plan": "api", "Plan": "plan", "Cluster": "cluster", "load_checkpoint": "runtime.checkpoint"}
 
 
-__all__ = ["Cluster", "Plan", "auto_parallelize", "make_plan"]
+__all__ = ["Cluster", "Plan", "auto_parallelize", "load_checkpoint", "make_plan"]
 
 
 def __getattr__(name: str) -> Any:

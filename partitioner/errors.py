@@ -48,6 +48,10 @@ class OptimizerError(PartitionerError):
     """The optimizer cannot work on parameters placed as planned."""
 
 
+class CheckpointError(PartitionerError):
+    """A checkpoint cannot be written, or is damaged, unfinished, or of another model or optimizer; nothing of it was loaded unless it says so."""
+
+
 class LaunchError(PartitionerError):
     """The process group does not match the plan; says the command line to type."""
 

@@ -5,7 +5,9 @@ It shares the user's module's dictionaries of children, parameters and buffers i
 """
 
 import hashlib
+import os
 from collections.abc import Callable, Hashable, Iterable, Mapping
+from pathlib import Path
 from typing import Any, Protocol
 
 import torch
@@ -16,10 +18,12 @@ from torch.utils._pytree import TreeSpec, tree_unflatten
 
 from partitioner.errors import PartitionerError, ProgramError, RankError
 from partitioner.runtime.bridge import attach
+from partitioner.runtime.checkpoint import load, save
 from partitioner.runtime.executor import Executor, Store
 from partitioner.runtime.inputs import Expected
 from partitioner.runtime.measure import Measured, local
 from partitioner.runtime.program import Mode, Program, Request
+from partitioner.runtime.together import Peers
 
 
 class _Absent:
@@ -45,6 +49,11 @@ class ModuleStore(Store, Protocol):
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> Tensor: ...
 
+
+_NO_COPY = (
+    "a parallelized model is tied to its processes and can be neither copied nor pickled; for its weights write parallel.full_state_dict(), for a "
+    "file to go on from parallel.save(folder, optimizer); copy the plain model before auto_parallelize"
+)
 
 Lower = Callable[[Request], Program]
 Flatten = Callable[[tuple[Any, ...], dict[str, Any], bool, Any], tuple[list[tuple[str, Any]], TreeSpec]]
@@ -81,6 +90,8 @@ class ParallelModule(nn.Module):
         own["plan"] = plan
         own["_store"], own["_lower"], own["_flatten"] = store, lower, flatten
         own["_rank"], own["_ranks"], own["_group"], own["_device"] = rank, ranks, group, device
+        own["_peers"] = Peers(rank, ranks, group)
+        own["_steps"] = 0
         own["_expected"] = {}
         own["_executors"] = {}
         if expected is not None:
@@ -107,7 +118,9 @@ class ParallelModule(nn.Module):
         leaves = self._leaves("step", args, kwargs, targets)
         executor = self._executor("step", leaves, grad=True)
         with self.measured.step(leaf for leaf in leaves.values() if isinstance(leaf, Tensor)):
-            return executor.step(leaves)
+            loss = executor.step(leaves)
+        self.__dict__["_steps"] += 1
+        return loss
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The model's own output for the global batch, whole on every rank; `loss.backward()` on it fills `.grad`."""
@@ -153,6 +166,33 @@ class ParallelModule(nn.Module):
             "the parameters are placed as planned and cannot be moved or cast afterwards; "
             "call .to(), .half() and the like on the model before auto_parallelize"
         )
+
+    def save(self, path: str | os.PathLike[str], optimizer: Optimizer | None = None) -> Path:
+        """Write a new version into the folder `path`: model, optimizer, random numbers, step and plan; returns the version's folder. Collective.
+
+        Each rank writes its share, a replica is written once. The version appears whole, by one rename; the one before it is kept, older ones are
+        removed. Raises CheckpointError on every rank together; then the versions that were there are as they were.
+        """
+        plan = self.plan.to_json() if hasattr(self.plan, "to_json") else ""
+        return save(path, self._user, optimizer, self._steps, plan, self._peers, self._device)
+
+    def load(self, path: str | os.PathLike[str], optimizer: Optimizer | None = None) -> int:
+        """Go on from what `save` wrote, on whatever number of ranks and placement; returns the number of train steps done. Collective.
+
+        path: the folder (its newest version), one version in it, a file of torch.save(model.state_dict(), …), or safetensors: a file, or a folder
+        as Hugging Face writes it. The last two hold weights alone, and the optimizer is left out. Each rank reads its own slices.
+        Raises CheckpointError on every rank together for what is damaged, unfinished, or of another model or optimizer, before anything changes.
+        """
+        steps = load(path, self._user, optimizer, self._peers, self._device)
+        self._store.mark_stale()
+        self.__dict__["_steps"] = steps
+        return steps
+
+    def __deepcopy__(self, memo: Any) -> Any:
+        raise PartitionerError(_NO_COPY)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise PartitionerError(_NO_COPY)
 
     # Inside
 
