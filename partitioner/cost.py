@@ -2,6 +2,7 @@
 
     op          max(flops / (rate(dtype) * efficiency(class, smallest dim)), (bytes read + written) / (bandwidth * efficiency)) + launch
     view        0
+    optimizer   (bytes its ops read and write) / bandwidth + launches
     collective  base + steps * alpha + bytes on the wire per device / bandwidth, ring algorithm over n ranks on k nodes:
                 all_gather, reduce_scatter   n-1 steps, k-1 of them between nodes (if k > 1),   (n-1)/n * bytes
                 all_reduce                   twice that
@@ -22,6 +23,8 @@ from torch._ops import OpOverload
 from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
 
 from partitioner.cluster import Cluster, Collective, Efficiency, OpClass
+from partitioner.runtime.optimizer_bytes import Shapes
+from partitioner.runtime.optimizer_work import step_work
 
 aten: Any = torch.ops.aten
 Value = Callable[[fx.Node], Any]
@@ -98,6 +101,13 @@ def collective_seconds(kind: Collective, size_bytes: float, ranks: int, cluster:
     bandwidth = min(link.bytes_per_second, cluster.intra.bytes_per_second) if steps_inside else link.bytes_per_second
     latency = steps_inside * cluster.intra.alpha_seconds + steps_between * cluster.inter.alpha_seconds
     return link.base_seconds + rounds * (latency + (ranks - 1) / ranks * size_bytes / bandwidth)
+
+
+def optimizer_seconds(optimizer: str, shapes: Shapes, cluster: Cluster) -> float:
+    """Seconds of one `optimizer.step` on parameters of these (shape, dtype) on one device."""
+    work = step_work(optimizer, shapes, cluster.device)
+    stream = cluster.efficiency.get("pointwise", _WHOLE).fraction
+    return work.bytes / (cluster.memory_bytes_per_second * stream) + work.launches * cluster.launch_seconds
 
 
 # ---------------------------------------------------------------------------------------------------------------- bytes

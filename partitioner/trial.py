@@ -7,7 +7,7 @@ import torch
 
 from partitioner.cluster import Cluster
 from partitioner.constraints import Constraints
-from partitioner.cost import collective_seconds
+from partitioner.cost import collective_seconds, optimizer_seconds
 from partitioner.lower import Choice, lower
 from partitioner.passes.rematerialize import Point
 from partitioner.prepare import Prepared
@@ -110,6 +110,7 @@ def trial(task: Task, prepared: Prepared, choice: Choice) -> tuple[Trial, ...]:
             unit_bytes=ghosts,
             optimizer_state_bytes=state,
             optimizer_temporary_bytes=temporary,
+            optimizer_seconds=optimizer_seconds(task.optimizer, local, task.cluster),
             overlap=task.cluster.overlap,
         )
         trials.append(Trial(program, simulation))

@@ -41,6 +41,14 @@ class Tracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 self._count(leaf, frozenset())
         return self
 
+    def resized(self, storage: torch.UntypedStorage) -> None:
+        """Note that a counted storage has grown or shrunk in place, which is no operation."""
+        with self._lock:
+            if (known := self._bytes.get(storage._cdata)) is not None:
+                self.now_bytes += storage.nbytes() - known
+                self._bytes[storage._cdata] = storage.nbytes()
+                self.peak_bytes = max(self.peak_bytes, self.now_bytes)
+
     def reset_peak(self) -> None:
         """Start a new peak at what is held now."""
         with self._lock:

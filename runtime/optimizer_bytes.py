@@ -8,7 +8,7 @@ when the next is taken, as their order is that of a hash table.
 """
 
 import inspect
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import lru_cache
 from itertools import pairwise
 from math import prod
@@ -71,6 +71,12 @@ def instance_bytes(optimizer: Optimizer, shapes: Shapes, device: str) -> tuple[i
         return state, 0
 
 
+def prepared_step(optimizer: str, shapes: Shapes, device: str) -> Callable[[], None]:
+    """`step` of an optimizer of parameters of these (shape, dtype), on meta, that has made its state."""
+    step: Callable[[], None] = _stepped(_kind(optimizer), _flat(shapes), device).step
+    return step
+
+
 def _kind(optimizer: str) -> Kind:
     if optimizer not in KINDS:
         raise OptimizerError(f"optimizer={optimizer!r} is not one whose memory can be planned; write one of {', '.join(KINDS)}")
@@ -108,6 +114,19 @@ def _flat(shapes: Shapes) -> tuple[tuple[int, torch.dtype], ...]:
 @lru_cache(maxsize=4096)
 def _measure(kind: Kind, sizes: tuple[tuple[int, torch.dtype], ...], device: str) -> tuple[int, int]:
     """(state, temporary) bytes of parameters with these numbers of elements, stepped in this order."""
+    optimizer = _stepped(kind, sizes, device)
+    state = storage_bytes(value for held in optimizer.state.values() for value in held.values() if isinstance(value, torch.Tensor))
+    most = 0
+    for _ in range(_STEPS if isinstance(optimizer, torch.optim.RAdam) else 1):
+        tracker = Tracker()
+        with tracker:
+            optimizer.step()
+        most = max(most, tracker.peak_bytes)
+    return state, most
+
+
+def _stepped(kind: Kind, sizes: Sequence[tuple[int, torch.dtype]], device: str) -> Any:
+    """An optimizer of parameters with these numbers of elements, on meta, that has made its state."""
     cls, options = kind
     parameters = [torch.nn.Parameter(torch.empty(numel, dtype=dtype, device="meta")) for numel, dtype in sizes]
     for parameter in parameters:
@@ -115,11 +134,4 @@ def _measure(kind: Kind, sizes: tuple[tuple[int, torch.dtype], ...], device: str
     make: Any = cls
     optimizer = make(parameters, lr=0.001, foreach=device != "cpu", **{name: value for name, value in options if name != "lr"})
     optimizer.step()
-    state = storage_bytes(value for held in optimizer.state.values() for value in held.values() if isinstance(value, torch.Tensor))
-    most = 0
-    for _ in range(_STEPS if issubclass(cls, torch.optim.RAdam) else 1):
-        tracker = Tracker()
-        with tracker:
-            optimizer.step()
-        most = max(most, tracker.peak_bytes)
-    return state, most
+    return optimizer

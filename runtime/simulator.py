@@ -231,6 +231,7 @@ def simulate(
     unit_bytes: Mapping[int, Events],
     optimizer_state_bytes: int = 0,
     optimizer_temporary_bytes: int = 0,
+    optimizer_seconds: float = 0.0,
     overlap: bool = True,
 ) -> Simulation:
     """Play `program` as if its functions ran; seconds are those of its instructions.
@@ -238,7 +239,7 @@ def simulate(
     bytes_of: storage bytes of every input leaf, buffer and constant (see `storage_bytes`); all count from the start, read or not.
     unit_bytes: per unit number, what its store holds between steps and allocates when (`unit_bytes.UnitBytes.of(…)`, made anew for every call).
     optimizer_state_bytes count throughout, optimizer_temporary_bytes during `optimizer.step`, which comes after the last instruction with
-    the gradients in place.
+    the gradients in place and takes optimizer_seconds.
     """
     machine = StorageMachine(program, bytes_of, unit_bytes, overlap)
     lasting: dict[Kind, int] = {
@@ -259,8 +260,12 @@ def simulate(
     machine.finished()
     player.finish()
     machine.note("FINISH")
+    end = max(machine.clock.values())
     if program.mode == "step":
         machine.finished()
         machine.ledger.grow(optimizer_temporary_bytes, 0)
         machine.note("optimizer.step")
-    return Simulation(max(machine.clock.values()), machine.ledger.peak, tuple(machine.events), tuple(machine.memory))
+        if optimizer_seconds:
+            machine.events.append(("compute", "optimizer.step", end, end + optimizer_seconds))
+            end += optimizer_seconds
+    return Simulation(end, machine.ledger.peak, tuple(machine.events), tuple(machine.memory))
