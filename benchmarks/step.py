@@ -5,9 +5,9 @@
 The model is a Llama of about 15 M parameters with AdamW in fp32. The peers: DDP, DDP with every layer checkpointed, ZeroRedundancyOptimizer, and
 `fully_shard` per layer without and with checkpointing; each with gradients as bucket views where it can. First every peer's peak is measured alone;
 three caps follow from them: roomy (all fit), tight (a tenth above `fully_shard`: what is not sharded no longer fits) and barely feasible
-(a fiftieth above the leanest peer). For each cap our plan and the peers that fit take turns, step by step. A round's ratio is our seconds over those of
-the peer that is quickest by its median. The bars: the 95 % lower bound of the median ratio (bootstrap) at most 1.0, the median at most 1.03, and at
-least one peer that the barely feasible cap excludes. Exit status 1 where one is missed.
+(a fiftieth above the leanest peer). For each cap our plan and the peers that fit take turns, step by step. A round's ratio is our seconds over
+those of the peer that is quickest by its median. The bars: the 95 % lower bound of the median ratio (bootstrap) at most 1.0, the median at most
+1.03, and at least one peer that the barely feasible cap excludes. Exit status 1 where one is missed.
 
 A peak is what a dispatch tracker sees of tensor storages, resizes included. Buckets that a peer allocates below the dispatcher and does not show in
 a gradient are not seen, which is in the peer's favour.
@@ -91,7 +91,7 @@ def _checkpointed(model: Any) -> None:
 
 def _peer(name: str) -> Contender:
     model: Any = llama()
-    make: Callable[..., torch.optim.Optimizer] = torch.optim.AdamW
+    make = torch.optim.AdamW
     if name.endswith("checkpoint"):
         _checkpointed(model)
     if name.startswith("fully_shard"):

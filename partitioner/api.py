@@ -69,6 +69,7 @@ def make_plan(
         memory=memory,
         constraints=constraints,
         verify=verify,
+        at_hand=isinstance(gpus, int),
     )
     return session.plan(plan)
 
@@ -111,6 +112,7 @@ def auto_parallelize(
         memory=memory,
         constraints=constraints,
         verify=verify,
+        at_hand=isinstance(gpus, int),
     )
     if alone and devices > 1:
         return _Unlaunched(model, session.plan(plan))  # type: ignore[return-value]

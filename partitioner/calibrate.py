@@ -1,7 +1,7 @@
 """Figures of the machine at hand, measured in a second or two and remembered.
 
     local_cluster(ranks)       this process measures its own device: matmul, attention, convolution, memory, launch
-    measure_link(group)        all ranks of a process group measure all_gather together; every rank returns rank 0's figures
+    measure_link(group)        all ranks of a process group measure all_gather and all_reduce together; every rank returns rank 0's figures
 
 Figures are cached under the user's cache dir (`TORCH_PARTITIONER_CACHE` names another one), keyed by device, versions and threads. A cache that
 cannot be read is measured again, one that cannot be written does no harm.
@@ -26,7 +26,7 @@ from partitioner.cluster import Cluster, Dtype, Duration, Efficiency, Link, OpCl
 from partitioner.errors import ClusterError
 from partitioner.files import read_text, write_text
 
-_VERSION = 1
+_VERSION = 2
 _Model = TypeVar("_Model", bound=BaseModel)
 _GUESSED_LINKS = {"cpu": Link(alpha_seconds=100e-6, bytes_per_second=1.5e9), "cuda": Link(alpha_seconds=10e-6, bytes_per_second=50e9)}
 _DTYPES: tuple[Dtype, ...] = ("float32", "float64", "bfloat16", "float16")
@@ -48,8 +48,8 @@ def local_cluster(ranks: int, link: Link | None = None) -> Cluster:
     CPU ranks share the machine: the memory is divided by their number, and the rates where they have fewer cores than this process.
     `link` is what `measure_link` returned; without it, figures from an earlier run with as many ranks, else an estimate.
     """
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    figures = _remembered(_key(device), Figures, lambda: _measure(torch.device(device)))
+    device = local_device().type
+    figures = _remembered(machine_key(device), Figures, lambda: _measure(local_device()))
     per_node = _devices_per_node(ranks, device)
     sources = {"rates": f"measured on this machine, torch {torch.__version__}"}
     if link is None:
@@ -58,7 +58,7 @@ def local_cluster(ranks: int, link: Link | None = None) -> Cluster:
     else:
         sources["links"] = "measured on this machine"
     link = link or _GUESSED_LINKS[device]
-    share = min(1.0, _cores() / (per_node * torch.get_num_threads())) if device == "cpu" else 1.0
+    share = core_share(ranks, device)
     return Cluster(
         name=_device_name(device),
         device=device,  # type: ignore[arg-type]
@@ -74,6 +74,16 @@ def local_cluster(ranks: int, link: Link | None = None) -> Cluster:
         overlap=device == "cuda",
         sources=sources,
     )
+
+
+def local_device() -> torch.device:
+    """The current CUDA device, else the CPU."""
+    return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
+
+
+def core_share(ranks: int, device: str) -> float:
+    """How much of the cores that this process uses a rank will have: less than 1 where CPU ranks outnumber them."""
+    return min(1.0, _cores() / (_devices_per_node(ranks, device) * torch.get_num_threads())) if device == "cpu" else 1.0
 
 
 def measure_link(group: dist.ProcessGroup | None = None) -> Link:
@@ -107,21 +117,24 @@ def _time_ring(ranks: int, device: torch.device, group: dist.ProcessGroup | None
     if ranks == 1:
         return _GUESSED_LINKS[device.type]
 
-    functional = torch.ops._c10d_functional  # the public name of this collective differs between versions of torch
+    functional = torch.ops._c10d_functional  # the public name of all_gather differs between versions of torch
     name = (group or dist.group.WORLD).group_name  # type: ignore[union-attr]
 
     def gather(count: int) -> float:
         mine = torch.zeros(count, device=device)
+        return timed(lambda: functional.wait_tensor(functional.all_gather_into_tensor(mine, ranks, name)))
 
-        def once() -> None:
-            functional.wait_tensor(functional.all_gather_into_tensor(mine, ranks, name))
+    def reduce(count: int) -> float:
+        whole = torch.zeros(ranks * count, device=device)
+        return timed(lambda: dist.all_reduce(whole, group=group))
 
-        return _fastest(once, device, repeats=5, before=lambda: dist.barrier(group))
+    def timed(once: Callable[[], object]) -> float:
+        return _fastest(once, device, repeats=8, before=lambda: dist.barrier(group))
 
-    small, large = 64, 2**21 if device.type == "cpu" else 2**24
-    quick, slow = gather(small), gather(large)
-    sent = (ranks - 1) * 4 * (large - small)
-    return Link(alpha_seconds=min(quick / (ranks - 1), 10.0), bytes_per_second=sent / max(slow - quick, 1e-7))
+    small, large = 64, 2**20 if device.type == "cpu" else 2**24
+    quick, passed = gather(small), (ranks - 1) * 4 * (large - small)
+    rate, summing = passed / max(gather(large) - quick, 1e-7), 2 * passed / max(reduce(large) - reduce(small), 1e-7)
+    return Link(alpha_seconds=min(quick / (ranks - 1), 10.0), bytes_per_second=rate, reduce_bytes_per_second=summing)
 
 
 # ---------------------------------------------------------------------------------------------------------------- one device
@@ -202,10 +215,10 @@ def _fastest(
     for attempt in range(repeats + 1):
         if before is not None:
             before()
-        _settle(device)
+        settle(device)
         start = time.perf_counter()
         call()
-        _settle(device)
+        settle(device)
         seconds = time.perf_counter() - start
         if attempt > 0 or seconds > patience:
             best = min(best, seconds)
@@ -214,7 +227,8 @@ def _fastest(
     return max(best, 1e-9)
 
 
-def _settle(device: torch.device) -> None:
+def settle(device: torch.device) -> None:
+    """Wait until the device has done what it was given."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
 
@@ -271,14 +285,14 @@ def cache_folder() -> Path:
     return base / "torch-partitioner"
 
 
-def _key(device: str, *more: object) -> str:
+def machine_key(device: str, *more: object) -> str:
     processor = platform.processor() or platform.machine()
     about = [_VERSION, torch.__version__, _device_name(device), platform.node(), processor, _cores(), torch.get_num_threads(), *more]
     return hashlib.sha256(json.dumps(about).encode()).hexdigest()[:24]
 
 
 def _link_key(device: str, ranks: int) -> str:
-    return _key(device, "link", ranks)
+    return machine_key(device, "link", ranks)
 
 
 def _read(key: str, kind: type[_Model]) -> _Model | None:

@@ -45,12 +45,21 @@ class Efficiency(BaseModel):
 
 
 class Link(BaseModel):
-    """What joins two devices. A ring collective costs base + steps * alpha + (its bytes per device) / bytes_per_second, in seconds."""
+    """What joins two devices. A ring collective costs base + steps * alpha + (its bytes per device) / bytes_per_second, in seconds.
+
+    reduce_bytes_per_second: of collectives that also sum, where it is another figure.
+    """
 
     model_config = _STRICT
     alpha_seconds: Duration
     bytes_per_second: Rate
     base_seconds: Duration = 0.0
+    reduce_bytes_per_second: Rate | None = None
+
+    def rate(self, kind: Collective) -> float:
+        """Bytes per second that one device passes on in such a collective."""
+        summing = None if kind == "all_gather" else self.reduce_bytes_per_second
+        return summing or self.bytes_per_second
 
 
 class Cluster(BaseModel):

@@ -98,7 +98,7 @@ def collective_seconds(kind: Collective, size_bytes: float, ranks: int, cluster:
     steps_between = nodes - 1
     steps_inside = ranks - 1 - steps_between
     link = cluster.inter if nodes > 1 else cluster.intra
-    bandwidth = min(link.bytes_per_second, cluster.intra.bytes_per_second) if steps_inside else link.bytes_per_second
+    bandwidth = min(link.rate(kind), cluster.intra.rate(kind)) if steps_inside else link.rate(kind)
     latency = steps_inside * cluster.intra.alpha_seconds + steps_between * cluster.inter.alpha_seconds
     return link.base_seconds + rounds * (latency + (ranks - 1) / ranks * size_bytes / bandwidth)
 

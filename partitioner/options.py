@@ -7,7 +7,6 @@ from math import inf
 
 from torch import fx
 
-from partitioner.cost import optimizer_seconds
 from partitioner.errors import InfeasibleError
 from partitioner.lower import Choice, Decision, units_of
 from partitioner.passes.block import Block, BlockFunction, Footprint
@@ -94,7 +93,7 @@ class Options:
         state = persistent = 0
         if unit is not None:
             state = state_bytes(task.optimizer, unit.local_shapes())
-            compute += optimizer_seconds(task.optimizer, unit.local_shapes(), task.cluster)
+            compute += task.optimizer_seconds(unit.local_shapes())
             gradients = trainable if m > 1 and shard in ("none", "zero1") else unit.gradient_bytes()
             persistent = unit.persistent() + state + gradients
         seconds = communication(task.cluster, task.ranks)

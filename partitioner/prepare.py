@@ -28,7 +28,8 @@ from partitioner.runtime.program import Slice
 
 AXIS = "dp"
 FREE_KINDS = ("parameter", "buffer", "constant", "input", "prologue", "scalar")  # what backward may read again without its being saved
-Seconds = Callable[[fx.Node], float]
+Seconds = Callable[[fx.Node, int | None, int | None], float]
+"""Seconds of a node of a joint, forward or backward graph at so many rows, where its meta["val"] has so many."""
 
 
 def slice_of(name: str, cut: Cut | None, value: Tensor) -> Slice:
@@ -47,14 +48,6 @@ class Prologue:
     writes: tuple[str, ...]
 
 
-@dataclass(frozen=True)
-class _Price:
-    """Seconds of a function: launches, which every micro-batch pays, and the rest, which goes with the rows."""
-
-    fixed: float
-    rest: float
-
-
 @dataclass
 class Prepared:
     """One capture, ready to be priced and lowered. `total` is the number of rows of the global batch (None: it is not cut)."""
@@ -68,11 +61,11 @@ class Prepared:
     typical_rows: int
     keyed: bool
     seconds: Seconds
-    launch_seconds: float
     _joints: dict[str, Joint] = field(default_factory=dict)
     _functions: dict[tuple[str, frozenset[str]], BlockFunction] = field(default_factory=dict)
     _frontiers: dict[str, tuple[Point, ...]] = field(default_factory=dict)
-    _prices: dict[str, tuple[_Price, _Price]] = field(default_factory=dict)
+    _graphs: dict[str, tuple[fx.Graph, fx.Graph | None]] = field(default_factory=dict)
+    _prices: dict[tuple[str, bool, int], float] = field(default_factory=dict)
 
     @cached_property
     def slices(self) -> tuple[Slice, ...]:
@@ -108,7 +101,7 @@ class Prepared:
             if not joint.gradients:
                 self._frontiers[cls] = (Point(frozenset(), 0, 0.0),)
             else:
-                problem = encode(joint, self.seconds, self.free(cls), self.keep(cls))
+                problem = encode(joint, self._typically(joint), self.free(cls), self.keep(cls))
                 self._frontiers[cls] = frontier(problem, limit)
         return self._frontiers[cls]
 
@@ -122,7 +115,7 @@ class Prepared:
                 f"block {label!r} cannot save {unknown[0]!r}: it computes no such value; the plan was edited, or made with another version"
             )
         try:
-            return price(encode(joint, self.seconds, self.free(cls), self.keep(cls)), saved)
+            return price(encode(joint, self._typically(joint), self.free(cls), self.keep(cls)), saved)
         except ValueError as error:
             raise PlanError(f"block {label!r} cannot run its backward from the planned saved values: {error}") from error
 
@@ -135,25 +128,27 @@ class Prepared:
             return frozenset()
         if saved <= set(joint.nodes):
             try:
-                return price(encode(joint, self.seconds, self.free(cls), self.keep(cls)), saved).saved
+                return price(encode(joint, self._typically(joint), self.free(cls), self.keep(cls)), saved).saved
             except ValueError:
                 pass
         points = self.frontier(cls, limit)
         budget = share * points[-1].saved_bytes
         return max((p for p in points if p.saved_bytes <= budget), key=lambda p: p.saved_bytes, default=points[0]).saved
 
+    def _typically(self, joint: Joint) -> Callable[[fx.Node], float]:
+        return lambda node: self.seconds(node, joint.rows, joint.rows)
+
     def price(self, function: BlockFunction, backward: bool, rows: int) -> float:
-        """Seconds of a function's forward or backward on so many rows, in proportion to the rows it was priced at."""
+        """Seconds of a function's forward or backward on so many rows."""
         if self.prologue is not None and function is self.prologue.function:
             return 0.0
-        price = self._prices[function.name][backward]
-        joint = self._joints[function.name.split("__")[0]]
-        return price.fixed + price.rest * (1 if joint.rows is None else rows / joint.rows)
-
-    def _priced(self, graph: fx.Graph | None) -> _Price:
-        seconds = [] if graph is None else [self.seconds(node) for node in graph.nodes if node.op == "call_function"]
-        fixed = self.launch_seconds * sum(second > 0 for second in seconds)
-        return _Price(fixed, max(0.0, sum(seconds) - fixed))
+        key = (function.name, backward, rows)
+        if key not in self._prices:
+            joint, graph = self._joints[function.name.split("__")[0]], self._graphs[function.name][backward]
+            at = None if joint.rows is None else rows
+            nodes = [] if graph is None else [node for node in graph.nodes if node.op == "call_function"]
+            self._prices[key] = sum(self.seconds(node, at, joint.rows) for node in nodes)
+        return self._prices[key]
 
     def function(self, cls: str, saved: frozenset[str]) -> BlockFunction:
         """The class split for a saved set and emitted."""
@@ -163,11 +158,11 @@ class Prepared:
             name = f"{cls}__{sha256(repr(sorted(saved)).encode()).hexdigest()[:8]}" if saved else cls
             ahead, back = split(self.joint(cls), saved, self.free(cls), self.keep(cls))
             self._functions[key] = emit(self.blocks.classes[cls], ahead, back, name)
-            self._prices[name] = (self._priced(ahead.graph), self._priced(back.graph if back else None))
+            self._graphs[name] = (ahead.graph, back.graph if back else None)
         return self._functions[key]
 
 
-def prepare(graph: Graph, *, batch_dim: Any, ranks: int, in_time: bool, seconds: Seconds, launch_seconds: float) -> Prepared:
+def prepare(graph: Graph, *, batch_dim: Any, ranks: int, in_time: bool, seconds: Seconds) -> Prepared:
     """Place the captured graph over `ranks`, and over micro-batches when `in_time`, and cut it into blocks.
 
     Raises BatchError where `batch_dim` contradicts the graph.
@@ -194,7 +189,7 @@ def prepare(graph: Graph, *, batch_dim: Any, ranks: int, in_time: bool, seconds:
     total = None if batch is None else batch.total
     rows = 1 if total is None else -(-total // ranks)
     prologue = None if placed.prologue is None else _prologue(placed.prologue, rows)
-    return Prepared(graph, placed, batch, cut_blocks(placed.graph), prologue, total, rows, ranks > 1, seconds, launch_seconds)
+    return Prepared(graph, placed, batch, cut_blocks(placed.graph), prologue, total, rows, ranks > 1, seconds)
 
 
 def most_micro_batches(prepared: Prepared, ranks: int) -> int:

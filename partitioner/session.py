@@ -2,24 +2,26 @@
 
 import gc
 import hashlib
-from collections.abc import Callable, Hashable, Iterator, Mapping
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
 from torch.nn.utils.stateless import _reparametrize_module
 from torch.utils._pytree import tree_unflatten
 
 from partitioner.assemble import assemble, decisions_of
+from partitioner.calibrate import core_share, local_device
 from partitioner.cluster import Cluster
 from partitioner.constraints import parse
-from partitioner.cost import op_seconds
+from partitioner.cost import op_seconds, optimizer_seconds
 from partitioner.errors import BatchError, ConstraintError, InputError, PartitionerError, PlanError
 from partitioner.examples import example_call
 from partitioner.fingerprint import fingerprint
 from partitioner.lower import Choice, Decision, lower
+from partitioner.op_times import OpTimes
 from partitioner.options import FRONTIER_POINTS
 from partitioner.passes.capture import capture
 from partitioner.passes.graph import Graph
@@ -34,7 +36,7 @@ from partitioner.runtime.module import ParallelModule
 from partitioner.runtime.parameters import shapes_of
 from partitioner.runtime.program import Program, Request, Unit
 from partitioner.runtime.simulator import storage_bytes
-from partitioner.trial import Shapes, Task, Verdict, communication, sizes_of, trial
+from partitioner.trial import Local, Shapes, Task, Verdict, communication, sizes_of, trial
 
 
 @contextmanager
@@ -50,7 +52,7 @@ def _no_collection() -> Iterator[None]:
 
 
 class Session:
-    """One model on one machine. Checks the arguments; see `make_plan` for them."""
+    """One model on one machine. Checks the arguments; see `make_plan` for them. at_hand: the devices are like those here, so ops can be timed."""
 
     def __init__(
         self,
@@ -67,6 +69,7 @@ class Session:
         memory: int | str | None,
         constraints: Mapping[str, Any] | None,
         verify: bool,
+        at_hand: bool = False,
     ) -> None:
         if not isinstance(model, nn.Module):
             raise InputError(f"model is a {type(model).__name__}; pass an nn.Module")
@@ -96,6 +99,7 @@ class Session:
         every = shapes_of(model)
         self.shapes: Shapes = {name: every[name] for name, _ in model.named_parameters()}
         self._verify = verify
+        self._times = OpTimes(local_device(), core_share(self.ranks, local_device().type)) if at_hand else None
         self._whole: dict[str, Tensor] = {
             name: nn.Parameter(torch.empty_like(parameter, device="meta"), requires_grad=parameter.requires_grad)
             for name, parameter in model.named_parameters()
@@ -190,10 +194,21 @@ class Session:
                 batch_dim=self.batch_dim,
                 ranks=self.ranks,
                 in_time=in_time,
-                seconds=lambda node: op_seconds(node, self.cluster, self.ranks),
-                launch_seconds=self.cluster.launch_seconds,
+                seconds=self._seconds,
             )
         return self._prepared[key]
+
+    def _seconds(self, node: fx.Node, rows: int | None, typical: int | None) -> float:
+        """Seconds of an op: by formulas, which go with the rows but for the launch; as timed where the devices are at hand."""
+        seconds = op_seconds(node, self.cluster, self.ranks)
+        if rows and typical and seconds:
+            launch = self.cluster.launch_seconds
+            seconds = launch + (seconds - launch) * rows / typical
+        return self._times.seconds(node, rows, seconds) if self._times is not None else seconds
+
+    def _optimizer_seconds(self, shapes: Sequence[Local]) -> float:
+        seconds = optimizer_seconds(self.optimizer, shapes, self.cluster)
+        return self._times.step_seconds(self.optimizer, shapes, seconds) if self._times is not None else seconds
 
     # --- planning ----------------------------------------------------------------------------------------------
 
@@ -214,9 +229,12 @@ class Session:
             fixed_bytes=self._fixed_bytes(graph),
             capacity_bytes=self.cluster.memory_bytes if self.memory_bytes is None else self.memory_bytes,
             optimizer=self.optimizer,
+            optimizer_seconds=self._optimizer_seconds,
             constraints=self.constraints,
         )
         verdict = decide(task) if given is None else self._follow(task, given)
+        if self._times is not None:
+            self._times.save()
         self._choice, self._planned_for = verdict.choice, verdict.prepared
         for block, decision, point in zip(verdict.prepared.blocks.blocks, verdict.choice.decisions, verdict.points, strict=True):
             most = verdict.prepared.frontier(block.cls, FRONTIER_POINTS)[-1].saved_bytes

@@ -7,7 +7,7 @@ import torch
 
 from partitioner.cluster import Cluster
 from partitioner.constraints import Constraints
-from partitioner.cost import collective_seconds, optimizer_seconds
+from partitioner.cost import collective_seconds
 from partitioner.lower import Choice, lower
 from partitioner.passes.rematerialize import Point
 from partitioner.prepare import Prepared
@@ -17,6 +17,7 @@ from partitioner.runtime.simulator import Simulation, simulate
 from partitioner.runtime.unit_bytes import UnitBytes
 
 Shapes = dict[str, tuple[tuple[int, ...], torch.dtype, bool]]
+Local = tuple[tuple[int, ...], torch.dtype]
 
 
 @dataclass(frozen=True)
@@ -24,7 +25,7 @@ class Task:
     """What the planner is asked.
 
     prepared(m): the capture, ready for m micro-batches. shapes: (shape, dtype, trainable) of every parameter. fixed_bytes: storage bytes of
-    every input leaf, buffer and constant. capacity_bytes: what one device may hold.
+    every input leaf, buffer and constant. capacity_bytes: what one device may hold. optimizer_seconds(local shapes): of one `optimizer.step`.
     """
 
     prepared: Callable[[int], Prepared]
@@ -34,6 +35,7 @@ class Task:
     fixed_bytes: Mapping[str, int]
     capacity_bytes: int
     optimizer: str
+    optimizer_seconds: Callable[[Sequence[Local]], float]
     constraints: Constraints
 
 
@@ -110,7 +112,7 @@ def trial(task: Task, prepared: Prepared, choice: Choice) -> tuple[Trial, ...]:
             unit_bytes=ghosts,
             optimizer_state_bytes=state,
             optimizer_temporary_bytes=temporary,
-            optimizer_seconds=optimizer_seconds(task.optimizer, local, task.cluster),
+            optimizer_seconds=task.optimizer_seconds(local),
             overlap=task.cluster.overlap,
         )
         trials.append(Trial(program, simulation))

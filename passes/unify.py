@@ -46,6 +46,9 @@ class Linear:
         return term + (f" + {self.fixed}" if self.fixed > 0 else f" - {-self.fixed}" if self.fixed else "")
 
 
+_TYPICAL = {"rows": Linear(0, 1), "start": Linear(0), "share": 0.5, "key_local": 1, "key_shared": 1}
+"""What the scalars are where ops are priced: meta["number"] of the nodes that compute numbers."""
+
 Storage = Bytes | tuple[str, int] | None
 """Where a result lies: in a new storage of so many bytes, in that of the i-th input node ("input", i) or of the i-th result ("output", i)."""
 
@@ -128,6 +131,7 @@ class Numbers:
                     term = self._nodes[name] if times == 1 else self._call(operator.mul, self._nodes[name], times)
                     total = term if total is None else self._call(operator.add, total, term)
             self._made[key] = self._call(operator.add, total, rest) if rest else total
+            self._made[key].meta["number"] = Linear(rest, slope)  # start is 0 where ops are priced
         return self._made[key]
 
     def _call(self, target: Any, *args: Any) -> fx.Node:
@@ -159,7 +163,9 @@ class Unifier:
         nodes: dict[str, fx.Node] = {}
         for index, source in enumerate(self.first.reads):
             if source is None:
-                nodes[self._scalars[index]] = self.graph.placeholder(self._scalars[index])
+                name = self._scalars[index]
+                nodes[name] = self.graph.placeholder(name)
+                nodes[name].meta["number"] = _TYPICAL[name]
             else:
                 self._argument_of(source)
         for source in self.first.tangents:

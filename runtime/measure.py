@@ -64,12 +64,15 @@ class Measured:
 
     def stop(self) -> None:
         """Keep the figure, drop the tracker and the hooks."""
-        if self._tracker is not None:
-            self._peak = self._tracker.peak_bytes
-            self._tracker = None
+        self._freeze()
         for hook in self._hooks:
             hook.remove()
         self._hooks.clear()
+
+    def _freeze(self) -> None:
+        if self._tracker is not None:
+            self._peak = self._tracker.peak_bytes
+            self._tracker = None
 
     def _start(self) -> None:
         self._tracker = Tracker()
@@ -87,7 +90,7 @@ class Measured:
             if (measured := me()) is not None and measured._in_optimizer and measured._owns(optimizer):
                 measured._leave_optimizer()
                 if measured._steps == MEASURED_STEPS:
-                    measured.stop()
+                    measured._freeze()  # hooks stay: torch is walking through them
 
         self._hooks = [register_optimizer_step_pre_hook(before), register_optimizer_step_post_hook(after)]
 

@@ -71,9 +71,9 @@ def instance_bytes(optimizer: Optimizer, shapes: Shapes, device: str) -> tuple[i
         return state, 0
 
 
-def prepared_step(optimizer: str, shapes: Shapes, device: str) -> Callable[[], None]:
-    """`step` of an optimizer of parameters of these (shape, dtype), on meta, that has made its state."""
-    step: Callable[[], None] = _stepped(_kind(optimizer), _flat(shapes), device).step
+def prepared_step(optimizer: str, shapes: Shapes, device: str, where: str = "meta") -> Callable[[], None]:
+    """`step` of an optimizer that has made its state, of parameters of these (shape, dtype) that lie on `where` and are stepped as on `device`."""
+    step: Callable[[], None] = _stepped(_kind(optimizer), _flat(shapes), device, where).step
     return step
 
 
@@ -125,12 +125,12 @@ def _measure(kind: Kind, sizes: tuple[tuple[int, torch.dtype], ...], device: str
     return state, most
 
 
-def _stepped(kind: Kind, sizes: Sequence[tuple[int, torch.dtype]], device: str) -> Any:
-    """An optimizer of parameters with these numbers of elements, on meta, that has made its state."""
+def _stepped(kind: Kind, sizes: Sequence[tuple[int, torch.dtype]], device: str, where: str = "meta") -> Any:
+    """An optimizer of parameters with these numbers of elements that has made its state."""
     cls, options = kind
-    parameters = [torch.nn.Parameter(torch.empty(numel, dtype=dtype, device="meta")) for numel, dtype in sizes]
+    parameters = [torch.nn.Parameter(torch.ones(numel, dtype=dtype, device=where)) for numel, dtype in sizes]
     for parameter in parameters:
-        parameter.grad = torch.empty_like(parameter)
+        parameter.grad = torch.ones_like(parameter)
     make: Any = cls
     optimizer = make(parameters, lr=0.001, foreach=device != "cpu", **{name: value for name, value in options if name != "lr"})
     optimizer.step()

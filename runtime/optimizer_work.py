@@ -32,10 +32,17 @@ class _Counter(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
         if not func.is_view:
-            tensors = [leaf for leaf in (*tree_leaves((args, kwargs)), *tree_leaves(result)) if isinstance(leaf, Tensor)]
-            self.bytes += sum(tensor.nbytes for tensor in tensors)
+            read = _tensors((args, kwargs))
+            changed = [value for value, given in zip(args, func._schema.arguments, strict=False) if given.alias_info and given.alias_info.is_write]
+            known = {id(tensor) for tensor in read}
+            made = [tensor for tensor in _tensors(result) if id(tensor) not in known]
+            self.bytes += sum(tensor.nbytes for tensor in (*read, *_tensors(changed), *made))
             self.launches += 1
         return result
+
+
+def _tensors(tree: Any) -> list[Tensor]:
+    return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, Tensor)]
 
 
 def step_work(optimizer: str, shapes: Shapes, device: str = "cpu") -> Work:

@@ -1,0 +1,178 @@
+"""Seconds of an op as the device at hand runs it: each distinct call (op, shapes, strides, numbers) timed once, and remembered.
+
+A formula with a few figures a machine misses what decides on a CPU: caches, kernels that like some shapes and not others. An op that formulas
+price at more than `PATIENCE_SECONDS`, that communicates, or that cannot be called on made-up tensors keeps its formula. So does the step of an
+optimizer elsewhere than on a CPU.
+"""
+
+import json
+import time
+from collections import Counter
+from collections.abc import Callable
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+from torch._ops import OpOverload
+from torch.fx.node import map_arg
+
+from partitioner.calibrate import cache_folder, machine_key, settle
+from partitioner.errors import ClusterError
+from partitioner.files import read_text, write_text
+from partitioner.passes.layout import stretch
+from partitioner.runtime.optimizer_bytes import Shapes, prepared_step
+
+PATIENCE_SECONDS = 0.2
+_RUNS, _RUN_SECONDS = 12, 0.01
+_MOST_BYTES = 2**30
+_FILE_BYTES, _ENTRIES = 16 * 2**20, 50_000
+
+
+class OpTimes:
+    """Op times of one device. `share`: how much of a core a rank has (see `calibrate.core_share`)."""
+
+    def __init__(self, device: torch.device, share: float) -> None:
+        self.device, self.share = device, share
+        self._path = cache_folder() / f"ops-{machine_key(device.type)}.json"
+        self._known: dict[str, float] | None = None
+        self._new = False
+
+    def seconds(self, node: fx.Node, rows: int | None, expected: float) -> float:
+        """Seconds of a call_function node at so many rows; `expected`, what formulas say, where it is not timed."""
+        if not 0.0 < expected * self.share <= PATIENCE_SECONDS or not isinstance(node.target, OpOverload) or node.target.namespace == "partitioner":
+            return expected
+        try:
+            call = _Call(node, rows)
+        except KeyError:  # an argument without a recorded value
+            return expected
+        if call.bytes > _MOST_BYTES:
+            return expected
+        known = self._remembered()
+        if call.key not in known:
+            found = self._time(call)
+            known[call.key] = -1.0 if found is None else found
+            self._new = True
+        return known[call.key] / self.share if known[call.key] >= 0 else expected
+
+    def step_seconds(self, optimizer: str, shapes: Shapes, expected: float) -> float:
+        """Seconds of `optimizer.step` on parameters of these (shape, dtype). Timed on CPU, where torch steps parameter by parameter."""
+        if self.device.type != "cpu":
+            return expected
+        known, total = self._remembered(), 0.0
+        for (shape, dtype), count in Counter(shapes).items():
+            size = torch.Size(shape).numel()
+            key = f"{optimizer} {size} {dtype}"
+            if key not in known:
+                pair = [((size,), dtype)] * 2  # two, so that what a step costs once counts less
+                known[key] = self._fastest(prepared_step(optimizer, pair, "cpu", "cpu")) / 2
+                self._new = True
+            total += count * known[key]
+        return total / self.share
+
+    def save(self) -> None:
+        """Remember what was timed for the next plan on this machine; a cache that cannot be written does no harm."""
+        if not self._new or self._known is None:
+            return
+        self._new = False
+        try:
+            write_text(self._path, json.dumps(dict(list(self._known.items())[-_ENTRIES:])))
+        except (OSError, RuntimeError):
+            return
+
+    def _remembered(self) -> dict[str, float]:
+        if self._known is None:
+            self._known = _read(self._path)
+        return self._known
+
+    def _time(self, call: "_Call") -> float | None:
+        try:
+            with torch.no_grad(), torch.random.fork_rng(devices=[] if self.device.type == "cpu" else [self.device]):
+                return self._fastest(call.bound(self.device))
+        except (RuntimeError, IndexError, ValueError, TypeError, NotImplementedError):
+            return None  # zeros are no valid index, or the op is not there on this device
+
+    def _fastest(self, run: Callable[[], object]) -> float:
+        """The shortest of a few runs. On CUDA a run is a burst of calls, so that what is timed is the kernel and not the wait for it."""
+        burst = 1 if self.device.type == "cpu" else 10
+        run()
+        settle(self.device)
+        best, spent = float("inf"), 0.0
+        for _ in range(_RUNS):
+            start = time.perf_counter()
+            for _ in range(burst):
+                run()
+            settle(self.device)
+            seconds = time.perf_counter() - start
+            best, spent = min(best, seconds / burst), spent + seconds
+            if spent > _RUN_SECONDS * burst:
+                break
+        return best
+
+
+class _Call:
+    """One op with tensors by shape. Raises KeyError where an argument has neither a fake tensor nor a number recorded."""
+
+    def __init__(self, node: fx.Node, rows: int | None) -> None:
+        self.target: Any = node.target
+        self._shapes: dict[fx.Node, tuple[tuple[int, ...], tuple[int, ...], torch.dtype]] = {}
+
+        def value(source: fx.Node) -> Any:
+            val = source.meta.get("val")
+            if not isinstance(val, Tensor):
+                return _number(source, rows)
+            if source not in self._shapes:
+                self._shapes[source] = *_at(source, val, rows), val.dtype
+            return source
+
+        self.args, self.kwargs = map_arg(node.args, value), map_arg(node.kwargs, value)
+        self.bytes = sum(prod(shape) * dtype.itemsize for shape, _, dtype in self._shapes.values())
+        order = {source: index for index, source in enumerate(self._shapes)}
+        shown = map_arg((self.args, self.kwargs), lambda source: f"%{order[source]}")
+        self.key = f"{self.target} {shown} {list(self._shapes.values())}"
+
+    def bound(self, device: torch.device) -> Callable[[], object]:
+        """The call on tensors of its own: floats drawn, integers zero, booleans true."""
+        made = {source: _tensor(*described, device) for source, described in self._shapes.items()}
+        args, kwargs = map_arg(self.args, made.__getitem__), map_arg(self.kwargs, made.__getitem__)
+        target = self.target
+        if "device" in kwargs:
+            kwargs = {**kwargs, "device": device}
+        return lambda: target(*args, **kwargs)
+
+
+def _number(node: fx.Node, rows: int | None) -> Any:
+    at = node.meta["number"]
+    return at.at(rows or 0) if hasattr(at, "at") else at
+
+
+def _at(node: fx.Node, val: Tensor, rows: int | None) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Shape and stride at so many rows."""
+    shape, stride = tuple(int(s) for s in val.shape), tuple(int(s) for s in val.stride())
+    for dim, size in enumerate(node.meta.get("sizes", ())):
+        if size.per_row and rows is not None:
+            shape, stride = stretch(shape, stride, dim, size.at(rows))
+    return shape, stride
+
+
+def _tensor(shape: tuple[int, ...], stride: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+    extent = 1 + sum((size - 1) * step for size, step in zip(shape, stride, strict=True)) if prod(shape) else 0
+    flat = torch.empty(extent, dtype=dtype, device=device)
+    if dtype == torch.bool:
+        flat.fill_(True)
+    elif dtype.is_floating_point or dtype.is_complex:
+        flat.normal_()
+    else:
+        flat.zero_()
+    return flat.as_strided(shape, stride)
+
+
+def _read(path: Path) -> dict[str, float]:
+    try:
+        known = json.loads(read_text(path, _FILE_BYTES, ClusterError, "cache of op times"))
+    except (ClusterError, ValueError, RecursionError, RuntimeError):
+        return {}
+    if not isinstance(known, dict):
+        return {}
+    return {str(key): float(value) for key, value in known.items() if isinstance(value, int | float)}
