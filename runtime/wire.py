@@ -20,7 +20,7 @@ from partitioner.errors import RankError
 _all_gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _reduce_scatter: Any = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
-_SETTLE_SECONDS = 0.02
+_SETTLE_SECONDS = 0.2
 
 
 class Handle:
