@@ -184,13 +184,13 @@ class Options:
 
     @cached_property
     def quickest(self) -> Choices:
-        """Per block its quickest option, and of equally quick ones the one that holds least."""
+        """Per block of each run of `problem` its quickest option, and of equally quick ones the one that holds least."""
 
         def cost(option: Option) -> tuple[float, int]:
             seconds = option.compute_seconds + option.communication_seconds
             return float(f"{seconds:.9e}"), option.persistent_bytes + option.saved_bytes
 
-        return tuple((min(range(len(options)), key=lambda at: cost(options[at][0])),) for options in self.options)
+        return tuple((min(range(len(run.options)), key=lambda at: cost(run.options[at])),) * run.count for run in self.problem(None).runs)
 
     def verdict(self, choices: Choices) -> Verdict:
         """What was chosen, lowered and simulated."""

@@ -13,7 +13,7 @@ from partitioner.errors import InfeasibleError
 from partitioner.options import GAP, Options
 from partitioner.prepare import check_micro_batches, most_micro_batches
 from partitioner.quantities import format_bytes
-from partitioner.solver import least_memory, solve
+from partitioner.solver import Problem, breakdown, least_memory, solve
 from partitioner.trial import Task, Verdict
 
 _CORRECTIONS = 5
@@ -35,8 +35,8 @@ def decide(task: Task) -> Verdict:
         if quickest.peak_bytes <= task.capacity_bytes:
             bound = min(bound, model.fastest)
             if task.cluster.overlap:  # what is quickest block by block need not be where communication runs beside computation
-                beside, _ = _fit(task, model)
-                quickest = beside if beside is not None and beside.step_seconds < quickest.step_seconds else quickest
+                problem = model.problem(None)
+                quickest = _improve(task, model, problem, quickest, breakdown(problem, model.quickest).peak_bytes - quickest.peak_bytes)
             best = quickest if best is None or quickest.step_seconds < best.step_seconds else best
             break  # memory does not bind: cutting the batch further in time gains nothing
         found, least = _fit(task, model)
@@ -54,16 +54,20 @@ def decide(task: Task) -> Verdict:
 
 
 def _fit(task: Task, model: Options) -> tuple[Verdict | None, Verdict]:
-    """The best choice found whose simulated peak fits (None: none does), and the leanest one.
-
-    The solver is given the capacity moved by what its model and the simulator differ: first at the leanest choice, then at its own answers.
-    """
+    """The best choice found whose simulated peak fits (None: none does), and the leanest one."""
     problem = model.problem(None)
     lean = least_memory(problem, gap=GAP)
     least = model.verdict(lean.choices)
     if least.peak_bytes > task.capacity_bytes:
         return None, least
-    best, off = least, lean.peak_bytes - least.peak_bytes
+    return _improve(task, model, problem, least, lean.peak_bytes - least.peak_bytes), least
+
+
+def _improve(task: Task, model: Options, problem: Problem, best: Verdict, off: int) -> Verdict:
+    """The best choice found whose simulated peak fits, as that of `best` does.
+
+    The solver is given the capacity moved by what its model and the simulator differ: first by `off`, as at `best`, then as at its own answers.
+    """
     tried: set[int] = set()
     for _ in range(_CORRECTIONS):
         capacity = task.capacity_bytes + off
@@ -75,12 +79,13 @@ def _fit(task: Task, model: Options) -> tuple[Verdict | None, Verdict]:
         except InfeasibleError:
             break
         verdict = model.verdict(solution.choices)
-        if verdict.peak_bytes <= task.capacity_bytes and verdict.step_seconds < best.step_seconds:
+        fits = verdict.peak_bytes <= task.capacity_bytes
+        if fits and verdict.step_seconds < best.step_seconds:
             best = verdict
-        if best is verdict and solution.seconds <= model.fastest * (1 + GAP):
-            break
+        if fits and solution.seconds <= model.fastest * (1 + GAP):
+            break  # no other capacity gives a faster answer
         off = solution.peak_bytes - verdict.peak_bytes
-    return best, least
+    return best
 
 
 def _why(task: Task, leanest: Verdict) -> str:

@@ -171,7 +171,7 @@ def prepare(graph: Graph, *, batch_dim: Any, ranks: int, in_time: bool, seconds:
     if ranks == 1 and not in_time:
         placed = unplaced(graph)
     else:
-        graph = pair_rows(graph)
+        pair_rows(graph)
         dims = analyse(graph)
         tried: dict[tuple[int, ...], Placed] = {}
 

@@ -6,7 +6,7 @@ casts lie between) says that row b is read for row b. Then
 
     x [n, s.., rest..], i.. of shape [n, k..]   =   gather(x as [n, S, rest..], 1, ravel(i..) as [n, K, rest..]) as [n, k.., rest..]
 
-with S and K the products of s.. and k... The captured graph is not changed.
+with S and K the products of s.. and k... The graph is changed in place; every other node stays what it is.
 """
 
 from collections.abc import Sequence
@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, fx
 
 from partitioner.passes.dims import Cut
-from partitioner.passes.graph import Graph, module_of
+from partitioner.passes.graph import Graph
 from partitioner.passes.placement import carried, locate
 from partitioner.passes.rules import describe, tensor_arguments
 from partitioner.passes.rules.pointwise import broadcast_shape
@@ -30,26 +30,30 @@ _MOVES = frozenset(
 )
 
 
-def pair_rows(graph: Graph) -> Graph:
-    """The same graph with indexing by an enumeration of the rows written as gathers; the graph itself where there is none."""
+def pair_rows(graph: Graph) -> None:
+    """Write indexing by an enumeration of the rows as gathers; a graph that has none, or no more, stays as it is."""
     if not any(node.target is aten.index.Tensor for node in graph.module.graph.nodes):
-        return graph
+        return
     counted: dict[fx.Node, int] = {}  # node -> the dim whose positions its values are
-    found = []
     for node in graph.module.graph.nodes:
         if node.op != "call_function":
             continue
         if (dim := _enumerates(node, counted)) is not None:
             counted[node] = dim
         elif node.target is aten.index.Tensor and (own := _own(node, counted)) is not None:
-            found.append((node, own))
-    if not found:
-        return graph
-    new, env, pairs = fx.Graph(), dict[fx.Node, fx.Node](), dict(found)
-    for node in graph.module.graph.nodes:
-        env[node] = _Gather(new, env, node).write(pairs[node]) if node in pairs else new.node_copy(node, env.__getitem__)
-    new.eliminate_dead_code()
-    return graph.with_module(module_of(new)).check()
+            with graph.module.graph.inserting_before(node):
+                node.replace_all_uses_with(_Gather(node).write(own))
+            _erase(node)
+    graph.module.recompile()
+
+
+def _erase(node: fx.Node) -> None:
+    """Erase an op that nothing uses, and what only it used."""
+    dead = [node]
+    while dead:
+        sources = dead[-1].all_input_nodes
+        node.graph.erase_node(dead.pop())
+        dead += [source for source in sources if source.op == "call_function" and not source.users]
 
 
 def _enumerates(node: fx.Node, counted: dict[fx.Node, int]) -> int | None:
@@ -87,20 +91,20 @@ def _own(node: fx.Node, counted: dict[fx.Node, int]) -> int | None:
 
 
 class _Gather:
-    """Writes one indexing into a new graph."""
+    """Writes one indexing anew, at the graph's insertion point."""
 
-    def __init__(self, graph: fx.Graph, env: dict[fx.Node, fx.Node], node: fx.Node) -> None:
-        self.graph, self.env, self.node = graph, env, node
+    def __init__(self, node: fx.Node) -> None:
+        self.node = node
 
     def call(self, target: Any, *args: Any) -> fx.Node:
-        new = self.graph.call_function(target, args)
+        new = self.node.graph.call_function(target, args)
         with torch.no_grad():
             value = target(*fx.map_arg(args, lambda n: n.meta["val"]))
         new.meta.update(val=value, module=self.node.meta.get("module"), source=self.node.meta.get("source"))
         return new
 
     def write(self, own: int) -> fx.Node:
-        x, indices = self.env[self.node.args[0]], [self.env[i] for i in self.node.args[1]]  # type: ignore[index, union-attr]
+        x, indices = self.node.args[0], list(self.node.args[1])  # type: ignore[arg-type]
         indexed, shape = len(indices), list(x.meta["val"].shape)
         order = [own, *(d for d in range(len(shape)) if d != own)]
         rows, inner, rest = shape[own], [shape[d] for d in order[1:indexed]], shape[indexed:]

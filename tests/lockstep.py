@@ -16,7 +16,7 @@ from partitioner.passes.batch import Batch, infer
 from partitioner.passes.capture import capture
 from partitioner.passes.collectives import _as_rows, _from_rows, spread
 from partitioner.passes.dims import Cut, Dims, analyse
-from partitioner.passes.graph import Graph
+from partitioner.passes.graph import Graph, module_of
 from partitioner.passes.own_rows import pair_rows
 from partitioner.passes.place import Placed, Where, place
 from partitioner.passes.randomness import random as draw
@@ -138,7 +138,10 @@ def captured(
     for described in original.inputs:
         if described.kind == "parameter" and described.requires_grad:
             values[described.name].requires_grad_()
-    graph = pair_rows(original)
+    copied = fx.Graph()
+    copied.output(copied.graph_copy(original.module.graph, {}))
+    graph = original.with_module(module_of(copied))
+    pair_rows(graph)
     return Captured(original, graph, values, analyse(graph))
 
 
