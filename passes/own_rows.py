@@ -104,7 +104,8 @@ class _Gather:
         return new
 
     def write(self, own: int) -> fx.Node:
-        x, indices = self.node.args[0], list(self.node.args[1])  # type: ignore[arg-type]
+        args: Any = self.node.args
+        x, indices = args[0], list(args[1])
         indexed, shape = len(indices), list(x.meta["val"].shape)
         order = [own, *(d for d in range(len(shape)) if d != own)]
         rows, inner, rest = shape[own], [shape[d] for d in order[1:indexed]], shape[indexed:]
