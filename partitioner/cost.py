@@ -103,6 +103,11 @@ def collective_seconds(kind: Collective, size_bytes: float, ranks: int, cluster:
     return link.base_seconds + rounds * (latency + (ranks - 1) / ranks * size_bytes / bandwidth)
 
 
+def accumulate_seconds(size_bytes: float, cluster: Cluster) -> float:
+    """Seconds of adding a micro-batch's gradients, so many bytes, to those of the ones before: two reads and a write."""
+    return 3 * size_bytes / (cluster.memory_bytes_per_second * cluster.efficiency.get("pointwise", _WHOLE).fraction)
+
+
 def optimizer_seconds(optimizer: str, shapes: Shapes, cluster: Cluster) -> float:
     """Seconds of one `optimizer.step` on parameters of these (shape, dtype) on one device."""
     work = step_work(optimizer, shapes, cluster.device)

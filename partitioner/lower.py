@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 from torch.distributed.tensor.placement_types import Partial
 
-from partitioner.order import Order, arrange
+from partitioner.order import EACH_MICRO_BATCH, Order, arrange
 from partitioner.passes.block import Block, BlockFunction, Footprint, Port
 from partitioner.passes.collectives import spread
 from partitioner.passes.dims import Cut
@@ -57,9 +57,12 @@ def lower(
     only: Sequence[int],
     parameter_bytes: Mapping[str, int],
     communication: Communication,
+    accumulation: Callable[[float], float],
     prefetch: bool,
 ) -> tuple[Program, ...]:
-    """The programs of the ranks `only`. `parameter_bytes`: whole bytes of each parameter; communication(op, bytes): seconds."""
+    """The programs of the ranks `only`. `parameter_bytes`: whole bytes of each parameter; communication(op, bytes): seconds;
+    accumulation(bytes): seconds of adding so many bytes of gradients to those of earlier micro-batches.
+    """
     blocks = prepared.blocks
     functions: dict[str, Function] = {}
     made: dict[str, BlockFunction] = {}
@@ -77,6 +80,7 @@ def lower(
         for port in block.reads
         if port.kind == "parameter"
     )
+    summed = {call.number: _summed(call, functions[call.function], unit_of, parameter_bytes, ranks) for call in calls}
     start: list[Instruction] = []
     if prepared.prologue is not None:
         early = prepared.prologue
@@ -91,8 +95,9 @@ def lower(
     for rank in only:
         rows, starts, whole_rows, whole_start = _rows(prepared.total, rank, ranks, choice.micro_batches)
 
-        def seconds(op: str, name: str, mb: int, rows: tuple[int, ...] = rows) -> float:
-            return prepared.price(made[name], op == "BACKWARD", rows[mb])
+        def seconds(op: str, call: Call, mb: int, rows: tuple[int, ...] = rows) -> float:
+            summing = accumulation(summed[call.number]) if op == "BACKWARD" and mb else 0.0
+            return prepared.price(made[call.function], op == "BACKWARD", rows[mb]) + summing
 
         order = Order(
             calls=calls[: len(blocks.blocks)],
@@ -144,6 +149,12 @@ def lower(
             )
         )
     return tuple(programs)
+
+
+def _summed(call: Call, function: Function, unit_of: Mapping[str, Unit], parameter_bytes: Mapping[str, int], ranks: int) -> float:
+    """Bytes of parameter gradients that a backward adds to those of earlier micro-batches: whole ones, or this rank's shards."""
+    names = [call.reads[index].name for index in function.gradients if call.reads[index].kind == "parameter"]
+    return sum(parameter_bytes[name] / (ranks if unit_of[name].shard in EACH_MICRO_BATCH else 1) for name in names)
 
 
 def _refs(ports: Sequence[Port]) -> tuple[Ref, ...]:

@@ -7,8 +7,10 @@ from math import inf
 
 from torch import fx
 
+from partitioner.cost import accumulate_seconds
 from partitioner.errors import InfeasibleError
 from partitioner.lower import Choice, Decision, units_of
+from partitioner.order import EACH_MICRO_BATCH
 from partitioner.passes.block import Block, BlockFunction, Footprint
 from partitioner.passes.rematerialize import Point
 from partitioner.runtime.optimizer_bytes import state_bytes
@@ -96,6 +98,9 @@ class Options:
             compute += task.optimizer_seconds(unit.local_shapes())
             gradients = trainable if m > 1 and shard in ("none", "zero1") else unit.gradient_bytes()
             persistent = unit.persistent() + state + gradients
+        if m > 1 and trainable:
+            parts = task.ranks if shard in EACH_MICRO_BATCH else 1
+            compute += (m - 1) * accumulate_seconds(trainable / parts, task.cluster)
         seconds = communication(task.cluster, task.ranks)
         gathers = 2 if shard == "zero3" and not keep and self._reads_again(block, function, own) else 1
         traffic = 0.0

@@ -21,7 +21,7 @@ EACH_MICRO_BATCH = ("zero2", "zero3")
 @dataclass(frozen=True)
 class Order:
     """What the order is made from. `kept` units stay gathered from a forward to its backward; `held` values are needed at the end
-    (the loss, outputs, new buffers); price(op, function, micro-batch) and communication(op, bytes) are seconds.
+    (the loss, outputs, new buffers); price(op, call, micro-batch) and communication(op, bytes) are seconds.
     """
 
     calls: Sequence[Call]
@@ -33,7 +33,7 @@ class Order:
     bytes_of: dict[int, int]  # unit -> bytes of its whole parameters
     held: frozenset[str]
     joined: bool  # False in a forward program: its backward comes later, if at all, so that nothing stays gathered in between
-    price: Callable[[str, str, int], float]
+    price: Callable[[str, Call, int], float]
     communication: Callable[[str, int], float]
 
 
@@ -110,7 +110,7 @@ class _Writer:
             self._bring(following)
         call = use.call
         op = "BACKWARD" if use.backward else "FORWARD"
-        seconds = self.order.price(op, call.function, use.mb)
+        seconds = self.order.price(op, call, use.mb)
         self.out.append(Instruction(op, block=call.number, mb=use.mb, drops=() if use.backward else self._drops(call), seconds=seconds))
         unread = tuple(name for name in call.writes if name not in self.last_reader and name not in self.order.held)
         if unread and not use.backward:

@@ -5,6 +5,7 @@ import hashlib
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -16,7 +17,7 @@ from partitioner.assemble import assemble, decisions_of
 from partitioner.calibrate import core_share, local_device
 from partitioner.cluster import Cluster
 from partitioner.constraints import parse
-from partitioner.cost import op_seconds, optimizer_seconds
+from partitioner.cost import accumulate_seconds, op_seconds, optimizer_seconds
 from partitioner.errors import BatchError, ConstraintError, InputError, PartitionerError, PlanError
 from partitioner.examples import example_call
 from partitioner.fingerprint import fingerprint
@@ -310,6 +311,7 @@ class Session:
             only=range(self.ranks),
             parameter_bytes=sizes_of(self.shapes),
             communication=communication(self.cluster, self.ranks),
+            accumulation=partial(accumulate_seconds, cluster=self.cluster),
             prefetch=self.cluster.overlap,
         )
         check(programs)

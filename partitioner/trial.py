@@ -2,12 +2,13 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 
 from partitioner.cluster import Cluster
 from partitioner.constraints import Constraints
-from partitioner.cost import collective_seconds
+from partitioner.cost import accumulate_seconds, collective_seconds
 from partitioner.lower import Choice, lower
 from partitioner.passes.rematerialize import Point
 from partitioner.prepare import Prepared
@@ -99,6 +100,7 @@ def trial(task: Task, prepared: Prepared, choice: Choice) -> tuple[Trial, ...]:
         only=ranks_to_simulate(task.ranks),
         parameter_bytes=sizes_of(task.shapes),
         communication=communication(task.cluster, task.ranks),
+        accumulation=partial(accumulate_seconds, cluster=task.cluster),
         prefetch=task.cluster.overlap,
     )
     trials = []
