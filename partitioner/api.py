@@ -10,12 +10,13 @@ from torch import Tensor, nn
 
 from partitioner.calibrate import local_cluster, measure_link
 from partitioner.cluster import Cluster
-from partitioner.errors import CaptureError, LaunchError, PartitionerError
+from partitioner.errors import CaptureError, LaunchError, PartitionerError, RankError
 from partitioner.passes.collectives import bind
 from partitioner.passes.tree import named_leaves
 from partitioner.plan import Plan
 from partitioner.prepare import AXIS
-from partitioner.runtime.launch import Ranks, agree, broadcast_object, join, launched
+from partitioner.runtime import watch
+from partitioner.runtime.launch import Ranks, agree, broadcast_object, join, launched, peer_seconds
 from partitioner.runtime.module import ParallelModule
 from partitioner.runtime.parameters import UnitStore
 from partitioner.runtime.program import Program, Request, Unit
@@ -99,26 +100,35 @@ def auto_parallelize(
     alone = not launched()
     devices = gpus if isinstance(gpus, int) else Cluster.parse(gpus).devices
     ranks = join(1 if alone else devices)
-    session = Session(
-        model,
-        Cluster.parse(gpus) if alone else _cluster(gpus, ranks),
-        example_inputs=example_inputs,
-        example_kwargs=example_kwargs,
-        loss=loss,
-        example_targets=example_targets,
-        batch_dim=batch_dim,
-        optimizer=optimizer,
-        precision=precision,
-        memory=memory,
-        constraints=constraints,
-        verify=verify,
-        at_hand=isinstance(gpus, int),
-    )
+    cluster = Cluster.parse(gpus) if alone else _cluster(gpus, ranks)
+    sessions: list[Session] = []
+
+    def start() -> None:
+        sessions.append(
+            Session(
+                model,
+                cluster,
+                example_inputs=example_inputs,
+                example_kwargs=example_kwargs,
+                loss=loss,
+                example_targets=example_targets,
+                batch_dim=batch_dim,
+                optimizer=optimizer,
+                precision=precision,
+                memory=memory,
+                constraints=constraints,
+                verify=verify,
+                at_hand=isinstance(gpus, int),
+            )
+        )
+
+    ranks.together(start, RankError)
+    (session,) = sessions
     if alone and devices > 1:
         return _Unlaunched(model, session.plan(plan))  # type: ignore[return-value]
     group = ranks.group
     bind(AXIS, group)
-    agree("the model and its example inputs", session.identity, ranks)
+    agree({**session.facts(plan), "verify": str(verify), watch.SECONDS_VARIABLE: f"{peer_seconds():g}"}, ranks)
     made: Plan = _on_first(ranks, lambda: session.plan(plan), "planning")
     if any(p.is_meta for p in model.parameters()):
         _materialize(model, init_fn, ranks.device)
@@ -161,18 +171,10 @@ class _Lowering:
 
     def __call__(self, request: Request) -> Program:
         ranks = self._ranks
-        agree("inputs of this call", _digest(request), ranks)
         parcels: list[Parcel] = _on_first(ranks, lambda: [pack(p) for p in self._session.lower(request)], "lowering")
         program = unpack(parcels[ranks.rank], ranks.device)
-        agree("the programs", digest(program), ranks)
+        agree({"the program": digest(program)}, ranks)
         return program
-
-
-def _digest(request: Request) -> str:
-    import hashlib
-
-    shapes = [(path, tuple(leaf.shape), str(leaf.dtype)) if isinstance(leaf, Tensor) else (path, repr(leaf)) for path, leaf in request.leaves.items()]
-    return hashlib.sha256(repr((request.mode, request.training, request.grad, shapes)).encode()).hexdigest()
 
 
 def _on_first(ranks: Ranks, work: Callable[[], Any], what: str) -> Any:
@@ -239,4 +241,3 @@ class _Unlaunched(nn.Module):
             if not hasattr(ParallelModule, name) and name != "measured":
                 raise
             return self._refuse
-

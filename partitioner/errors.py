@@ -61,8 +61,16 @@ class ProgramError(PartitionerError):
 
 
 class RankError(PartitionerError):
-    """Ranks disagree, or a peer died or stopped; names the rank and the instruction."""
+    """The ranks disagree about the model, the arguments, the inputs or the programs; raised on every rank together, names the difference."""
+
+
+class PeerError(PartitionerError):
+    """A peer died, stopped, failed or did not arrive; names it and the instruction at which this rank waited. `ranks`: who is gone."""
+
+    def __init__(self, message: str, ranks: tuple[int, ...] = ()) -> None:
+        super().__init__(message)
+        self.ranks = ranks
 
 
 class NonFiniteError(PartitionerError):
-    """The loss is not finite; raised on every rank together."""
+    """The loss is not finite; raised on every rank together, names the step and the first block that computed such a value."""

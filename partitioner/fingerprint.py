@@ -7,6 +7,7 @@ nor node names (they differ between versions of torch) take part.
 import hashlib
 import json
 from collections.abc import Iterable
+from typing import Any
 
 import torch
 from torch import nn
@@ -27,3 +28,19 @@ def _described(named: Iterable[tuple[str, torch.Tensor]]) -> list[list[object]]:
         tie = first.setdefault(id(tensor), name)
         entries.append([name, list(tensor.shape), str(tensor.dtype), tensor.requires_grad, tie])
     return entries
+
+
+def facts(model: nn.Module) -> dict[str, str]:
+    """What takes part in the fingerprint, in words: name of a parameter or buffer -> shape, dtype, what it is and whom it is tied to."""
+    words = {}
+    for named in (model.named_parameters(remove_duplicate=False), model.named_buffers(remove_duplicate=False)):
+        for name, shape, dtype, trained, tie in _described(named):
+            words[str(name)] = f"{dtype} {shape}{' with gradient' if trained else ''}{f', tied to {tie}' if tie != name else ''}"
+    return words
+
+
+def described(leaf: Any) -> str:
+    """An input leaf in words, the same in every process that is given the same."""
+    if isinstance(leaf, torch.Tensor):
+        return f"{leaf.dtype} {list(leaf.shape)}"
+    return repr(leaf) if isinstance(leaf, (str, int, float, bool, bytes, complex, type(None))) else type(leaf).__name__

@@ -20,7 +20,7 @@ from partitioner.constraints import parse
 from partitioner.cost import accumulate_seconds, op_seconds, optimizer_seconds
 from partitioner.errors import BatchError, ConstraintError, InputError, PartitionerError, PlanError
 from partitioner.examples import example_call
-from partitioner.fingerprint import fingerprint
+from partitioner.fingerprint import described, facts, fingerprint
 from partitioner.lower import Choice, Decision, lower
 from partitioner.op_times import OpTimes
 from partitioner.options import FRONTIER_POINTS
@@ -123,7 +123,7 @@ class Session:
         else:
             tree = dict(given) if set(given) <= {"args", "kwargs", "targets"} else {"kwargs": given}
         if not isinstance(tree.get("args", ()), (tuple, list)) or not isinstance(tree.get("kwargs", {}), Mapping):
-            raise BatchError(f"batch_dim is {given!r}; \"args\" takes a tuple and \"kwargs\" a dict, formed like the inputs")
+            raise BatchError(f'batch_dim is {given!r}; "args" takes a tuple and "kwargs" a dict, formed like the inputs')
         pairs, _ = named_leaves(tuple(tree.get("args", ())), dict(tree.get("kwargs", {})), tree.get("targets"), "targets" in tree)
         for path, dim in pairs:
             if path not in self.leaves:
@@ -132,11 +132,24 @@ class Session:
                 raise BatchError(f"batch_dim says {dim!r} for {path}; write the number of the batch dim, or None where it has none")
         return dict(pairs)
 
-    @property
-    def identity(self) -> str:
-        """A digest of the model's structure and of the example inputs' shapes: what must be equal on all ranks."""
-        shapes = [(path, tuple(leaf.shape), str(leaf.dtype)) for path, leaf in self.leaves.items() if isinstance(leaf, Tensor)]
-        return hashlib.sha256(repr((self.fingerprint, shapes)).encode()).hexdigest()
+    def facts(self, plan: object = None) -> dict[str, Any]:
+        """What must be equal on all ranks, in words: versions, arguments, the plan that was given, the model and the example inputs."""
+        given = (
+            "none" if plan is None else hashlib.sha256(plan.to_json().encode()).hexdigest()[:16] if isinstance(plan, Plan) else type(plan).__name__
+        )
+        return {
+            "the version of torch": torch.__version__,
+            "the cluster": repr(self.cluster),
+            "optimizer": self.optimizer,
+            "memory": f"{self.memory_bytes} bytes",
+            "constraints": repr(self.constraints.as_dict()),
+            "batch_dim": repr(self.batch_dim),
+            "loss": getattr(self.loss, "__qualname__", type(self.loss).__name__),
+            "the plan": given,
+            "the model": f"{type(self.model).__name__} for {'training' if self.model.training else 'evaluation'}",
+            "the model's": facts(self.model),
+            "the example inputs:": {path: described(leaf) for path, leaf in self.leaves.items()},
+        }
 
     # --- captures ----------------------------------------------------------------------------------------------
 

@@ -14,12 +14,15 @@ counts the rows of the global batch and `rows` those of this rank and micro-batc
 `bind` tells which process group an axis name means; unbound axes have one rank and every collective is the identity.
 """
 
+from collections.abc import Callable
 from functools import cache
 from math import ceil
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+
+from partitioner.errors import PeerError
 
 _groups: dict[str, dist.ProcessGroup] = {}
 _functional = torch.ops._c10d_functional
@@ -39,11 +42,21 @@ def spread(total: int, parts: int) -> list[int]:
     return [small + 1] * larger + [small] * (parts - larger)
 
 
+def _arrived(what: str, axis: str, start: Callable[[], Tensor]) -> Tensor:
+    """The result of a collective. Raises PeerError where a peer is missing."""
+    try:
+        return _functional.wait_tensor(start())  # type: ignore[no-any-return]
+    except torch.OutOfMemoryError:
+        raise
+    except RuntimeError as error:
+        raise PeerError(f"the {what} over {axis} within a block ({error})") from error
+
+
 def _sum(x: Tensor, axis: str) -> Tensor:
     group = _groups.get(axis)
     if group is None or group.size() == 1:
         return x.clone()
-    return _functional.wait_tensor(_functional.all_reduce(x.contiguous(), "sum", group.group_name))  # type: ignore[no-any-return]
+    return _arrived("all-reduce", axis, lambda: _functional.all_reduce(x.contiguous(), "sum", group.group_name))
 
 
 @torch.library.custom_op("partitioner::all_reduce", mutates_args=())
@@ -87,7 +100,7 @@ def all_gather(x: Tensor, axis: str, dim: int, outer: int, inner: int, total: in
     rows = _as_rows(x, dim, outer, inner).contiguous()
     if rows.shape[0] < most:
         rows = torch.cat([rows, rows.new_zeros(most - rows.shape[0], *rows.shape[1:])])
-    joined = _functional.wait_tensor(_functional.all_gather_into_tensor(rows, group.size(), group.group_name))
+    joined = _arrived("all-gather", axis, lambda: _functional.all_gather_into_tensor(rows, group.size(), group.group_name))
     joined = torch.cat([joined[k * most : k * most + count] for k, count in enumerate(counts)])
     return _from_rows(joined, dim)
 
@@ -111,7 +124,7 @@ def reduce_scatter(x: Tensor, axis: str, dim: int, outer: int, inner: int, total
         if count < most:
             pieces.append(piece.new_zeros(most - count, *piece.shape[1:]))
     padded = torch.cat(pieces)
-    mine = _functional.wait_tensor(_functional.reduce_scatter_tensor(padded, "sum", group.size(), group.group_name))
+    mine = _arrived("reduce-scatter", axis, lambda: _functional.reduce_scatter_tensor(padded, "sum", group.size(), group.group_name))
     return _from_rows(mine[:rows], dim)
 
 

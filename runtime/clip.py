@@ -6,7 +6,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from partitioner.runtime.wire import all_reduce
+from partitioner.runtime.wire import all_reduce, guarded
 
 
 def _accurate(dtype: torch.dtype) -> torch.dtype:
@@ -47,7 +47,7 @@ def total_norm(shards: Sequence[Tensor], wholes: Sequence[Tensor], norm_type: fl
     mine = _power_sum(shards, norm_type, like)
     if group is not None:
         if norm_type == float("inf"):
-            dist.all_reduce(mine, dist.ReduceOp.MAX, group=group)
+            guarded(lambda: dist.all_reduce(mine, dist.ReduceOp.MAX, group=group), group, "the norm of the gradients")
         else:
             all_reduce(mine, group, "the norm of the gradients").wait()
     rest = _power_sum(wholes, norm_type, like)

@@ -13,10 +13,13 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from partitioner.errors import NonFiniteError, ProgramError
+from partitioner.runtime.beat import Place
 from partitioner.runtime.inputs import join, narrow
+from partitioner.runtime.nonfinite import find_origin
 from partitioner.runtime.player import Player
 from partitioner.runtime.program import Function, Instruction, Program, Ref, Slice, Unit
-from partitioner.runtime.wire import Handle, all_reduce
+from partitioner.runtime.watch import Playing
+from partitioner.runtime.wire import Handle, all_reduce, guarded
 
 EAGER_KEY = -1
 _ODD = 0x9E3779B97F4A7C15
@@ -53,7 +56,14 @@ class TensorMachine:
     """The player's machine on tensors. `seed` is this step's random seed, the same on every rank; None: nothing draws by key."""
 
     def __init__(
-        self, program: Program, module: nn.Module, store: Store, leaves: Mapping[str, Any], group: dist.ProcessGroup | None, seed: int | None
+        self,
+        program: Program,
+        module: nn.Module,
+        store: Store,
+        leaves: Mapping[str, Any],
+        group: dist.ProcessGroup | None,
+        seed: int | None,
+        place: Place,
     ) -> None:
         self.program = program
         self.module = module
@@ -61,12 +71,14 @@ class TensorMachine:
         self.leaves = leaves
         self.group = group
         self.seed = seed
+        self.place = place
         self.cuts = {cut.name: cut for cut in program.inputs}
         self.total_loss: Tensor | None = None
         self._loss_handle: Handle | None = None
 
     def begin(self, instruction: Instruction) -> None:
-        pass
+        self.place.line += 1
+        self.place.instruction = instruction
 
     def end(self, instruction: Instruction) -> None:
         pass
@@ -187,7 +199,8 @@ def _sum(values: list[Tensor]) -> Tensor:
 class Run:
     """One forward whose backward may still come. `outputs`: one per leaf of the user's output."""
 
-    def __init__(self, player: Player[Tensor]) -> None:
+    def __init__(self, player: Player[Tensor], playing: Playing) -> None:
+        self._playing = playing
         self._player: Player[Tensor] | None = player
         self.program = player.program
         self.outputs: list[Any] = player.outputs
@@ -208,7 +221,7 @@ class Run:
         if player is None:
             raise RuntimeError("backward ran through this output already and its saved values are gone; call the model again before another")
         self.close()
-        with torch.no_grad():
+        with torch.no_grad(), self._playing():
             for (ref, cut), placement, gradient in zip(program.outputs, program.output_placements, gradients, strict=True):
                 if gradient is None or ref.kind != "value" or ref.name not in program.differentiable:
                     continue
@@ -233,41 +246,49 @@ class Executor:
         self.store = store
         self.group = group
         self.device = device
+        self.playing = Playing(group)
 
     def _player(self, leaves: Mapping[str, Any]) -> tuple[Player[Tensor], TensorMachine]:
         seed = self._seed() if self.program.draws and self.program.keyed else None
-        machine = TensorMachine(self.program, self.module, self.store, leaves, self.group, seed)
+        machine = TensorMachine(self.program, self.module, self.store, leaves, self.group, seed, self.playing.place)
         return Player[Tensor](self.program, machine), machine
 
     def _seed(self) -> int:
         """This step's seed: drawn from torch's default generator on every rank (their generators stay in step), rank 0's counts."""
         drawn = torch.randint(2**62, (), dtype=torch.int64).to(self.device)
         if self.group is not None:
-            dist.broadcast(drawn, group=self.group, group_src=0)
+            guarded(lambda: dist.broadcast(drawn, group=self.group, group_src=0), self.group, "the seed of this step")
         return int(drawn.item())
 
-    def step(self, leaves: Mapping[str, Any]) -> Tensor:
-        """Forward and backward of the global batch; returns its loss, the same on every rank; gradients are in `.grad`.
+    def step(self, leaves: Mapping[str, Any], number: int = 0) -> Tensor:
+        """Forward and backward of the global batch; returns its loss, the same on every rank; gradients are in `.grad`. `number`: of this step.
 
-        Raises NonFiniteError on every rank together (the summed loss is the same everywhere).
+        Raises NonFiniteError on every rank together (the summed loss is the same everywhere), PeerError where a peer is gone.
         """
-        with torch.no_grad():
+        with torch.no_grad(), self.playing():
             player, machine = self._player(leaves)
             player.play(self.program.instructions)
             player.finish()
             loss = machine.total_loss
-        if loss is None:
-            raise ProgramError("a step program must contain LOSS; this one has none")
-        if not math.isfinite(loss.item()):
-            raise NonFiniteError(
-                f"the loss of this batch is {loss.item()}: no gradient of it can be used. Lower the learning rate, clip gradients, or look for "
-                "empty targets; the parameters are unchanged"
-            )
+            if loss is None:
+                raise ProgramError("a step program must contain LOSS; this one has none")
+            value = loss.item()
+        if not math.isfinite(value):
+            raise NonFiniteError(self._non_finite(value, number, machine))
         return loss
+
+    def _non_finite(self, value: float, number: int, machine: TensorMachine) -> str:
+        with torch.no_grad(), self.playing():
+            origin = find_origin(self.program, machine, self.group)
+        return (
+            f"step {number}: the loss of this batch is {value}; {origin}. The parameters are unchanged; .grad holds gradients of this batch and "
+            "buffers what its forward left. To go on, call optimizer.zero_grad() and take the next batch. Lower the learning rate, clip gradients, "
+            "or look at the inputs"
+        )
 
     def forward(self, leaves: Mapping[str, Any]) -> Run:
         """Forward of the global batch; outputs are whole on every rank."""
-        with torch.no_grad():
+        with torch.no_grad(), self.playing():
             player, _ = self._player(leaves)
             player.play(self.program.instructions)
-            return Run(player)
+            return Run(player, self.playing)

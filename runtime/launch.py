@@ -1,32 +1,45 @@
-"""Joining the other ranks: torchrun's environment → process group and device; and two things that all ranks do together before a step.
+"""Joining the other ranks: torchrun's environment → process group and device; and what all ranks do together before a step.
 
-Ranks that disagree about the plan or the programs would hang in their first collective, so digests are compared beforehand.
+The ranks talk through a group of their own: its timeout is how long a peer may be missing (PARTITIONER_PEER_SECONDS), and what the user does with
+the default group never stands between. Ranks that disagree would hang in their first collective, so they are compared beforehand.
 """
 
+import math
 import os
 import sys
-from dataclasses import dataclass
+import uuid
+import weakref
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
+from torch.distributed import PrefixStore  # type: ignore[attr-defined]  # defined, but not declared as exported
 
 from partitioner.errors import LaunchError, RankError
+from partitioner.runtime import watch
+from partitioner.runtime.together import Peers
+from partitioner.runtime.wire import guarded
 
 T = TypeVar("T")
 
-TIMEOUT_SECONDS = 600.0
+PEER_SECONDS = 30.0
+"""How long a peer may be missing before the others give up."""
+
+START_SECONDS = 600.0
+"""How long the ranks wait for the last one to start. On NCCL also the timeout of the group, whose operations are queued long before they run."""
+
+# The group that we made beside each default group; it ends with that.
+_own: "weakref.WeakKeyDictionary[dist.ProcessGroup, dist.ProcessGroup]" = weakref.WeakKeyDictionary()
 
 
 @dataclass(frozen=True)
-class Ranks:
-    """This process among its peers. `group` is None where there is one rank only."""
+class Ranks(Peers):
+    """This process among its peers, and its device. `group` is None where there is one rank only."""
 
-    rank: int
-    ranks: int
-    device: torch.device
-    group: dist.ProcessGroup | None
+    device: torch.device = field(default_factory=lambda: torch.device("cpu"))
 
 
 def torchrun_line(ranks: int) -> str:
@@ -53,10 +66,25 @@ def running() -> int:
     return _environment("WORLD_SIZE", 1)
 
 
-def join(expected: int, timeout_seconds: float = TIMEOUT_SECONDS) -> Ranks:
-    """Become one of `expected` ranks: choose the device by LOCAL_RANK, initialise the default process group (NCCL on CUDA, else gloo) if it is not.
+def peer_seconds() -> float:
+    """PARTITIONER_PEER_SECONDS, or 30."""
+    text = os.environ.get(watch.SECONDS_VARIABLE, str(PEER_SECONDS))
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = math.nan
+    if not 0 < seconds < math.inf:
+        raise LaunchError(
+            f"the environment variable {watch.SECONDS_VARIABLE} is {text[:40]!r}; write the seconds that a peer may be missing, such as 30"
+        )
+    return seconds
 
-    A collective that a dead peer leaves unanswered fails after timeout_seconds. Raises LaunchError where another number of ranks runs.
+
+def join(expected: int) -> Ranks:
+    """Become one of `expected` ranks: choose the device by LOCAL_RANK, initialise the default process group (NCCL on CUDA, else gloo) if it is not,
+    and make a group of our own on it, in which a peer that is missing for `peer_seconds()` is a PeerError.
+
+    Raises LaunchError where another number of ranks runs, or not all of them come.
     """
     found = running()
     if found != expected:
@@ -68,46 +96,96 @@ def join(expected: int, timeout_seconds: float = TIMEOUT_SECONDS) -> Ranks:
     initialised = dist.is_available() and dist.is_initialized()
     device = _device(dist.get_backend() if initialised else None)
     if expected == 1:
-        return Ranks(0, 1, device, None)
+        return Ranks(device=device)
+    seconds = peer_seconds()
     if not initialised:
         options: dict[str, Any] = {"device_id": device} if device.type == "cuda" else {}
         backend = "nccl" if device.type == "cuda" else "gloo"
         try:
-            dist.init_process_group(backend, timeout=timedelta(seconds=timeout_seconds), **options)
+            dist.init_process_group(backend, timeout=timedelta(seconds=START_SECONDS), **options)
         except (RuntimeError, ValueError) as error:
             raise LaunchError(
                 f"{expected} ranks could not be joined by {backend}: {error}. Start all of them with\n    {torchrun_line(expected)}"
             ) from error
-    return Ranks(dist.get_rank(), expected, device, dist.group.WORLD)
+    return Ranks(dist.get_rank(), expected, _group(device, seconds), device)
+
+
+def _group(device: torch.device, seconds: float) -> dist.ProcessGroup:
+    """Our group beside the default one, with a thread that watches the peers."""
+    world = dist.group.WORLD
+    assert world is not None
+    if world in _own:
+        return _own[world]
+    store = dist.distributed_c10d._get_default_store()
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    _meet(store, rank, ranks)
+    queued = device.type == "cuda"
+    group: dist.ProcessGroup = dist.new_group(timeout=timedelta(seconds=START_SECONDS if queued else seconds), group_desc="partitioner")
+    name: list[Any] = [uuid.uuid4().hex]
+    guarded(lambda: dist.broadcast_object_list(name, group=group, group_src=0, device=device if queued else None), group, "the first message")
+    own, alive = PrefixStore(f"partitioner/{name[0]}", store), weakref.ref(group)
+
+    def abort() -> None:
+        if (waiting := alive()) is not None:
+            waiting.abort()
+
+    watch.attach(watch.Watch(own, rank, ranks, seconds, abort if queued else None), group)
+    own.wait([f"beat/{other}" for other in range(ranks)], timedelta(seconds=START_SECONDS))
+    _own[world] = group
+    return group
+
+
+def _meet(store: Any, rank: int, ranks: int) -> None:
+    """Wait until every rank is here: some may have been loading the model for long."""
+    store.set(f"partitioner/{rank}", "")
+    try:
+        store.wait([f"partitioner/{other}" for other in range(ranks)], timedelta(seconds=START_SECONDS))
+    except RuntimeError as error:
+        missing = [str(other) for other in range(ranks) if not store.check([f"partitioner/{other}"])]
+        raise LaunchError(
+            f"ranks {', '.join(missing[:8])} of {ranks} did not call auto_parallelize within {START_SECONDS:g} s of rank {rank}; each must"
+        ) from error
 
 
 def broadcast_object(value: T | None, ranks: Ranks) -> T:
-    """Rank 0's value, on every rank; the others' is ignored."""
+    """Rank 0's value, on every rank; the others' is ignored. They wait for as long as rank 0 lives: it may take minutes to plan."""
     box: list[Any] = [value]
     if ranks.group is not None:
-        _together(
-            lambda: dist.broadcast_object_list(box, group=ranks.group, group_src=0, device=_wire(ranks)), ranks, "receiving what rank 0 decided"
-        )
+        if (others := watch.of(ranks.group)) is not None:
+            if ranks.rank == 0:
+                others.say()
+            else:
+                others.listen("what rank 0 decides")
+        guarded(lambda: dist.broadcast_object_list(box, group=ranks.group, group_src=0, device=_wire(ranks)), ranks.group, "what rank 0 decided")
     result: T = box[0]
     return result
 
 
-def agree(name: str, digest: str, ranks: Ranks) -> None:
-    """Compare a digest of `name` ("the plan", "the programs") over the ranks. Raises RankError on every rank together, naming those that differ."""
-    if ranks.group is None:
-        return
-    digests: list[Any] = [None] * ranks.ranks
-    _together(lambda: dist.all_gather_object(digests, digest, group=ranks.group), ranks, f"comparing {name}")
-    counts = {value: digests.count(value) for value in digests}
-    if len(counts) == 1:
-        return
-    common = max(counts, key=lambda value: (counts[value], value == digests[0]))
-    others = {rank: value for rank, value in enumerate(digests) if value != common}
-    listed = ", ".join(f"rank {rank} has {str(value)[:16]}" for rank, value in list(others.items())[:8])
-    raise RankError(
-        f"the ranks differ in {name}: {counts[common]} of {ranks.ranks} have {str(common)[:16]}, but {listed}"
-        f"{f' and {len(others) - 8} more' if len(others) > 8 else ''}. Run the same code, the same package versions and the same files on every rank"
-    )
+def agree(facts: Mapping[str, Any], ranks: Ranks) -> None:
+    """Compare facts with rank 0's; a fact is a text or a mapping of texts. Raises RankError on every rank together, naming what differs and where."""
+    first = broadcast_object(dict(facts), ranks)
+    texts = ranks.together(lambda: _difference(facts, first), RankError)
+    if different := [f"rank {rank}: {text}" for rank, text in enumerate(texts) if text is not None]:
+        raise RankError(
+            f"{len(different)} of {ranks.ranks} ranks differ from rank 0. {_listed(different)}. Run the same code with the same arguments, files and "
+            "package versions on every rank"
+        )
+
+
+def _difference(facts: Mapping[str, Any], first: Mapping[str, Any]) -> str | None:
+    """The first fact that is not as on rank 0, in words."""
+    for name in dict.fromkeys((*first, *facts)):
+        mine, theirs = facts.get(name, "nothing"), first.get(name, "nothing")
+        if mine == theirs:
+            continue
+        if isinstance(mine, Mapping) and isinstance(theirs, Mapping):
+            return f"{name} {_difference(mine, theirs)}"
+        return f"{name} is {str(mine)[:100]}, on rank 0 {str(theirs)[:100]}"
+    return None
+
+
+def _listed(texts: list[str]) -> str:
+    return "; ".join(texts[:4]) + (f"; and {len(texts) - 4} more" if len(texts) > 4 else "")
 
 
 def _environment(name: str, default: int) -> int:
@@ -137,13 +215,3 @@ def _device(backend: str | None) -> torch.device:
 
 def _wire(ranks: Ranks) -> torch.device | None:
     return ranks.device if ranks.device.type == "cuda" else None
-
-
-def _together(call: Any, ranks: Ranks, what: str) -> None:
-    try:
-        call()
-    except RuntimeError as error:
-        raise RankError(
-            f"rank {ranks.rank} of {ranks.ranks}, {what}: a peer died, stopped or did not answer in time: {error}. Look at the first error among the "
-            "other ranks"
-        ) from error

@@ -7,6 +7,7 @@ It shares the user's module's dictionaries of children, parameters and buffers i
 import hashlib
 import os
 from collections.abc import Callable, Hashable, Iterable, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -21,9 +22,10 @@ from partitioner.runtime.bridge import attach
 from partitioner.runtime.checkpoint import load, save
 from partitioner.runtime.executor import Executor, Store
 from partitioner.runtime.inputs import Expected
+from partitioner.runtime.launch import Ranks, agree
 from partitioner.runtime.measure import Measured, local
 from partitioner.runtime.program import Mode, Program, Request
-from partitioner.runtime.together import Peers
+from partitioner.runtime.wire import guarded
 
 
 class _Absent:
@@ -90,7 +92,7 @@ class ParallelModule(nn.Module):
         own["plan"] = plan
         own["_store"], own["_lower"], own["_flatten"] = store, lower, flatten
         own["_rank"], own["_ranks"], own["_group"], own["_device"] = rank, ranks, group, device
-        own["_peers"] = Peers(rank, ranks, group)
+        own["_peers"] = Ranks(rank, ranks, group, device)
         own["_steps"] = 0
         own["_expected"] = {}
         own["_executors"] = {}
@@ -113,14 +115,15 @@ class ParallelModule(nn.Module):
     def train_step(self, *args: Any, targets: Any = ABSENT, **kwargs: Any) -> Tensor:
         """Forward and backward of the global batch, given whole on every rank; returns its loss, gradients are in `.grad`.
 
-        Raises InputError for inputs of another structure or dtype than planned, NonFiniteError for a loss that is not finite.
+        Raises InputError for inputs of another structure or dtype than planned, PeerError where a peer is gone, and, on every rank together,
+        NonFiniteError for a loss that is not finite: the parameters are unchanged then, and `optimizer.zero_grad()` and the next batch may follow.
         """
         leaves = self._leaves("step", args, kwargs, targets)
         executor = self._executor("step", leaves, grad=True)
         with self.measured.step(leaf for leaf in leaves.values() if isinstance(leaf, Tensor)):
-            loss = executor.step(leaves)
-        self.__dict__["_steps"] += 1
-        return loss
+            number = self._steps
+            self.__dict__["_steps"] = number + 1  # a step whose loss is not finite counts too: the next one takes the next batch
+            return executor.step(leaves, number)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The model's own output for the global batch, whole on every rank; `loss.backward()` on it fills `.grad`."""
@@ -198,17 +201,26 @@ class ParallelModule(nn.Module):
 
     def _leaves(self, mode: Mode, args: tuple[Any, ...], kwargs: dict[str, Any], targets: Any) -> dict[str, Any]:
         """path -> leaf, checked, tensors on this rank's device."""
+        try:
+            leaves = self._checked(mode, args, kwargs, targets)
+        except Exception as error:  # the others are about to compare their inputs with this rank's
+            with suppress(RankError):
+                self._same_on_all_ranks(f"refused with {type(error).__name__}: {error}")
+            raise
+        return {path: leaf.to(self._device).contiguous() if isinstance(leaf, Tensor) else leaf for path, leaf in leaves.items()}
+
+    def _checked(self, mode: Mode, args: tuple[Any, ...], kwargs: dict[str, Any], targets: Any) -> dict[str, Any]:
         pairs, _ = self._flatten(args, kwargs, targets is not ABSENT, None if targets is ABSENT else targets)
         leaves = dict(pairs)
         if mode not in self._expected:
             self._expected[mode] = Expected.of(leaves)
         self._expected[mode].check(leaves)
-        return {path: leaf.to(self._device).contiguous() if isinstance(leaf, Tensor) else leaf for path, leaf in leaves.items()}
+        return leaves
 
     def _executor(self, mode: Mode, leaves: Mapping[str, Any], grad: bool) -> Executor:
         # Part of the key is every submodule's training flag: one that the user froze with .eval() runs as evaluation.
         flags = tuple(module.training for module in self._user.modules())
-        key: Hashable = (mode, flags, grad, tuple(_shape_key(path, leaf) for path, leaf in leaves.items()))
+        key = (mode, flags, grad, tuple(_shape_key(path, leaf) for path, leaf in leaves.items()))
         self._same_on_all_ranks(key)
         executor: Executor | None = self._executors.get(key)
         if executor is None:
@@ -225,17 +237,15 @@ class ParallelModule(nn.Module):
 
     def _same_on_all_ranks(self, key: Hashable) -> None:
         """Raise RankError on every rank together where the ranks call with different inputs: their collectives would never meet."""
-        if self._group is None:
+        group = self._peers.group
+        if group is None:
             return
         number = int.from_bytes(hashlib.sha256(repr(key).encode()).digest()[:7], "big")
         both = torch.tensor([number, -number], dtype=torch.int64, device=self._device)
-        dist.all_reduce(both, op=dist.ReduceOp.MAX, group=self._group)
+        guarded(lambda: dist.all_reduce(both, op=dist.ReduceOp.MAX, group=group), group, "the comparison of the ranks' inputs")
         most, least = both.tolist()
-        if (most, -least) != (number, number):
-            raise RankError(
-                f"rank {self._rank}: the ranks call with inputs of different shapes, dtypes or literals, or in different modes; every rank takes "
-                "the same global batch and uses its share: pass the same inputs on all of them"
-            )
+        if most != -least:
+            agree(_in_words(key), self._peers)
 
     def _resident(self) -> Iterable[Tensor]:
         yield from self._store.held()
@@ -255,3 +265,15 @@ def _without_targets(leaves: Mapping[str, Any]) -> dict[str, Any]:
 
 def _shape_key(path: str, leaf: Any) -> tuple[Any, ...]:
     return (path, tuple(leaf.shape), leaf.dtype) if isinstance(leaf, Tensor) else (path, type(leaf), repr(leaf))
+
+
+def _in_words(key: Hashable) -> dict[str, Any]:
+    """A call, for a comparison of ranks."""
+    if not isinstance(key, tuple):
+        return {"the call": str(key)}
+    mode, flags, grad, leaves = key
+    return {
+        "the call": f"{mode} {'with' if grad else 'without'} gradients",
+        "the inputs:": {path: ", ".join(str(part) for part in rest) for path, *rest in leaves},
+        "the submodules in training": ", ".join(str(place) for place, flag in enumerate(flags) if flag),
+    }

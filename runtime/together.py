@@ -6,7 +6,9 @@ from typing import Any, TypeVar
 
 import torch.distributed as dist
 
-from partitioner.errors import CheckpointError, PartitionerError, RankError
+from partitioner.errors import CheckpointError, PartitionerError
+from partitioner.runtime import watch
+from partitioner.runtime.wire import guarded
 
 T = TypeVar("T")
 
@@ -19,8 +21,11 @@ class Peers:
     ranks: int = 1
     group: dist.ProcessGroup | None = None
 
-    def together(self, work: Callable[[], T]) -> list[T]:
-        """Do `work` on every rank; the results by rank. Where one fails all raise: it its own error, the others a CheckpointError with its text."""
+    def together(self, work: Callable[[], T], told: type[PartitionerError] = CheckpointError) -> list[T]:
+        """Do `work` on every rank; the results by rank. Where one fails all raise: it its own error, the others `told` with its text.
+
+        However long the work takes, a rank waits for as long as the others live.
+        """
         value: T | None = None
         error: Exception | None = None
         try:
@@ -32,7 +37,7 @@ class Peers:
             raise error
         for rank, (text, _) in enumerate(answers):
             if text is not None:
-                raise CheckpointError(f"rank {rank}: {text}")
+                raise told(f"rank {rank}: {text}")
         return [value for _, value in answers]
 
     def first(self, work: Callable[[], T]) -> T:
@@ -42,14 +47,10 @@ class Peers:
     def _gather(self, mine: Any) -> list[Any]:
         if self.group is None:
             return [mine]
+        if (watched := watch.of(self.group)) is not None:
+            watched.meet("what the ranks do before they go on together")
         answers: list[Any] = [None] * self.ranks
-        try:
-            dist.all_gather_object(answers, mine, group=self.group)
-        except RuntimeError as error:
-            raise RankError(
-                f"rank {self.rank} of {self.ranks}: a peer died, stopped or did not answer in time: {error}. Look at the first error among the "
-                "other ranks"
-            ) from error
+        guarded(lambda: dist.all_gather_object(answers, mine, group=self.group), self.group, "what the ranks did")
         return answers
 
 

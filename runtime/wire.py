@@ -4,17 +4,18 @@
     reduce_scatter  piece[n] = this rank's part of the sum of the ranks' wholes[ranks * n]; whole is scratch afterwards
     all_reduce      in place
 
-All tensors are 1-d and contiguous. Sums, never averages. A peer that died or stopped becomes a RankError once the group's timeout has passed.
+All tensors are 1-d and contiguous. Sums, never averages. A peer that died or does not arrive becomes a PeerError (`watch.py`).
 """
 
 import time
 from collections.abc import Callable
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from partitioner.errors import RankError
+from partitioner.runtime import watch
 
 # Their names changed in torch 2.13; the old ones warn there.
 _all_gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -26,18 +27,25 @@ _SETTLE_SECONDS = 0.2
 class Handle:
     """A collective under way; it holds its tensors until `wait`, which leaves the result in place and keeps nothing."""
 
-    def __init__(self, issue: Callable[[], Any], tensors: tuple[Tensor, ...], what: str, after: Callable[[], object] | None = None) -> None:
-        self._what = what
+    def __init__(
+        self,
+        issue: Callable[[], Any],
+        tensors: tuple[Tensor, ...],
+        group: dist.ProcessGroup,
+        what: str,
+        after: Callable[[], object] | None = None,
+    ) -> None:
+        self._group, self._what = group, what
         self._tensors = tensors
         self._counts = [_holders(tensor) for tensor in tensors]
         self._after = after
-        self._work = self._guard(issue)
+        self._work = guarded(issue, group, what)
 
     def wait(self) -> None:
         """Await the result (on CUDA: let the current stream await it)."""
         if self._work is None:
             return
-        self._guard(self._work.wait)
+        guarded(self._work.wait, self._group, self._what)
         self._work = None
         if self._tensors[0].device.type == "cpu":
             self._settle()
@@ -53,14 +61,15 @@ class Handle:
             while _holders(tensor) > count and time.monotonic() < end:
                 time.sleep(0)
 
-    def _guard(self, call: Callable[[], Any]) -> Any:
-        try:
-            return call()
-        except RuntimeError as error:
-            raise RankError(
-                f"rank {dist.get_rank()}: {self._what} could not be completed, because a peer died, stopped or left the program: {error}. "
-                "Look at the first error among the other ranks"
-            ) from error
+
+def guarded(call: Callable[[], Any], group: dist.ProcessGroup | None, what: str) -> Any:
+    """`call`, which talks to the ranks of `group`; its failure is a PeerError that says who is missing."""
+    try:
+        return call()
+    except torch.OutOfMemoryError:
+        raise
+    except RuntimeError as error:
+        raise watch.failure(group, what, error) from error
 
 
 def _holders(tensor: Tensor) -> int:
@@ -70,12 +79,12 @@ def _holders(tensor: Tensor) -> int:
 
 def all_gather(whole: Tensor, piece: Tensor, group: dist.ProcessGroup, what: str) -> Handle:
     """whole [ranks * n], piece [n]."""
-    return Handle(lambda: _all_gather(whole, piece, group=group, async_op=True), (whole, piece), f"the all-gather of {what}")
+    return Handle(lambda: _all_gather(whole, piece, group=group, async_op=True), (whole, piece), group, f"the all-gather of {what}")
 
 
 def all_reduce(whole: Tensor, group: dist.ProcessGroup, what: str) -> Handle:
     """In place, any shape."""
-    return Handle(lambda: dist.all_reduce(whole, group=group, async_op=True), (whole,), f"the all-reduce of {what}")
+    return Handle(lambda: dist.all_reduce(whole, group=group, async_op=True), (whole,), group, f"the all-reduce of {what}")
 
 
 def reduce_scatter(piece: Tensor, whole: Tensor, group: dist.ProcessGroup, what: str) -> Handle:
@@ -87,7 +96,8 @@ def reduce_scatter(piece: Tensor, whole: Tensor, group: dist.ProcessGroup, what:
         return Handle(
             lambda: dist.all_reduce(whole, group=group, async_op=True),
             (whole,),
+            group,
             text,
             lambda: piece.copy_(whole.narrow(0, start, piece.numel())),
         )
-    return Handle(lambda: _reduce_scatter(piece, whole, group=group, async_op=True), (piece, whole), text)
+    return Handle(lambda: _reduce_scatter(piece, whole, group=group, async_op=True), (piece, whole), group, text)

@@ -359,9 +359,9 @@ def test_a_model_on_meta_is_placed_and_loaded() -> None:
 def _join(expected: int) -> tuple[int, int, str, str | None]:
     found = launch.join(expected)
     told = launch.broadcast_object({"plan": [1, 2]} if found.rank == 0 else None, found)
-    launch.agree("the plan", str(told), found)
+    launch.agree({"the plan": str(told)}, found)
     try:
-        launch.agree("the programs", "odd" if found.rank == 1 else "even", found)
+        launch.agree({"the programs": {"first": "odd" if found.rank == 1 else "even"}}, found)
     except RankError as error:
         return found.rank, found.ranks, str(found.device), str(error)
     return found.rank, found.ranks, str(found.device), None
@@ -370,7 +370,7 @@ def _join(expected: int) -> tuple[int, int, str, str | None]:
 def test_ranks_join_and_disagree_together() -> None:
     results = pool.run(3, _join, 3, group=False)
     assert [result[:3] for result in results] == [(rank, 3, "cpu") for rank in range(3)]
-    assert all("rank 1 has odd" in result[3] and "the programs" in result[3] for result in results)
+    assert all("rank 1: the programs first is odd, on rank 0 even" in result[3] for result in results)
     with pytest.raises(LaunchError, match=r"the plan is for 3 ranks, and 2 were started(.|\n)*torchrun --nproc-per-node 3"):
         pool.run(2, _join, 3, group=False)
 
@@ -381,7 +381,7 @@ def test_one_rank_needs_no_group_and_several_need_torchrun(monkeypatch: pytest.M
     alone = launch.join(1)
     assert (alone.rank, alone.ranks, alone.group) == (0, 1, None) and not dist.is_initialized()
     assert launch.broadcast_object(5, alone) == 5
-    launch.agree("anything", "digest", alone)
+    launch.agree({"anything": "digest"}, alone)
     monkeypatch.setattr("sys.argv", ["train.py", "--epochs", "3"])
     monkeypatch.setattr("sys.modules", {"__main__": None})
     with pytest.raises(LaunchError, match=r"torchrun --nproc-per-node 8 train.py --epochs 3"):
