@@ -126,12 +126,13 @@ def _export(root: Root, model: nn.Module, inputs: tuple[Tensor, ...], fakes: Fak
     snapshot = Snapshot(model)  # before the stand-ins, so that restoring it never brings one back
     try:
         with stand_ins(modules, fakes), tripwires():
-            before, randomness = Snapshot(model), PythonRandomness()
+            before, randomness, after = Snapshot(model), PythonRandomness(), list[Snapshot]()
+            root.finished = lambda: after.append(Snapshot(model)) if not after else None
             with warnings.catch_warnings(), tracing(TracingContext(fakes.mode)):
                 warnings.simplefilter("ignore")
                 exported = torch.export.export(root, inputs, strict=False)
             randomness.refuse(rehearse)
-            judge(model, before, rehearse)
+            judge(model, before, after[0], rehearse)
             return exported
     except Stopped as stopped:
         raise explain(stopped.error, model) from stopped.error

@@ -1,4 +1,4 @@
-"""Python state that forward changes: found by comparing the modules before and after, judged by watching one more run.
+"""Python state that forward changes: found by comparing the modules before and after, judged by watching two more runs.
 
     written before it is read            an output left on a module: the graph computes the same; a tensor left there is warned about
     read first, unchanged the next time  a memo made at the first call: the graph computes the same
@@ -36,65 +36,77 @@ class Change:
         return f"{self.path}.{self.attribute}" if self.path else self.attribute
 
 
-def _same(before: Any, after: Any) -> bool:
-    if before is after:
-        return True
-    if type(before) is not type(after):
-        return False
-    if isinstance(before, _PLAIN):
-        return bool(before == after)
-    if isinstance(before, tuple):
-        return len(before) == len(after) and all(_same(a, b) for a, b in zip(before, after, strict=True))
-    return False
+Values = dict[str, Any]
+Inside = dict[int, tuple[Any, Any]]  # id of a container -> the container and a shallow copy of it
 
 
-def _same_content(before: Any, after: Any) -> bool:
-    if len(before) != len(after):
-        return False
-    if isinstance(before, dict):
-        return all(k in after and _same(v, after[k]) for k, v in before.items())
-    if isinstance(before, set):
-        return bool(before == after)
-    return all(_same(a, b) for a, b in zip(before, after, strict=True))
+def _items(content: Any) -> tuple[Any, ...]:
+    return tuple(content.values() if isinstance(content, dict) else content)
 
 
 class Snapshot:
-    """The attributes of every module, with the contents of the containers among them."""
+    """The attributes of every module, with the contents of all containers among them, at any depth."""
 
     def __init__(self, model: nn.Module) -> None:
         self._modules = [(path, module) for path, module in model.named_modules()]
-        self._attributes = [dict(module.__dict__) for _, module in self._modules]
-        self._registries = [{name: dict(module.__dict__[name]) for name in _REGISTRIES} for _, module in self._modules]
-        self._contents = [
-            {name: copy.copy(value) for name, value in attributes.items() if name not in _REGISTRIES and type(value) in _CONTAINERS}
-            for attributes in self._attributes
-        ]
+        self._attributes: list[Values] = [{n: v for n, v in module.__dict__.items() if n not in _REGISTRIES} for _, module in self._modules]
+        self._registries: list[dict[str, Values]] = [{name: dict(module.__dict__[name]) for name in _REGISTRIES} for _, module in self._modules]
+        self._inside: Inside = {}
+        left = [value for attributes in self._attributes for value in attributes.values()]
+        while left:
+            value = left.pop()
+            if type(value) in _CONTAINERS and id(value) not in self._inside:
+                content = copy.copy(value)
+                self._inside[id(value)] = value, content
+                left += _items(content)
+            elif type(value) is tuple:
+                left += value
 
-    def changes(self) -> list[Change]:
-        """What is another now. The flat weights of recurrent modules follow their parameters and do not count."""
+    def changes(self, after: "Snapshot") -> list[Change]:
+        """Attributes that are another in a later snapshot. The flat weights of recurrent modules follow their parameters and do not count."""
         found = []
-        for (path, module), attributes, registries, contents in zip(
-            self._modules, self._attributes, self._registries, self._contents, strict=True
-        ):
-            now = module.__dict__
-            for name in attributes.keys() | now.keys():
-                if name in _REGISTRIES or (isinstance(module, nn.RNNBase) and name.startswith("_flat_weight")):
+        later = {id(module): attributes for (_, module), attributes in zip(after._modules, after._attributes, strict=True)}
+        for (path, module), old in zip(self._modules, self._attributes, strict=True):
+            new = later.get(id(module), old)
+            for name in old.keys() | new.keys():
+                if isinstance(module, nn.RNNBase) and name.startswith("_flat_weight"):
                     continue
-                same = name in attributes and name in now and _same(attributes[name], now[name])
-                if not same or (name in contents and not _same_content(contents[name], now[name])):
-                    found.append(Change(module, path, name, now.get(name)))
-            for registry, before in registries.items():
-                after = now[registry]
-                for name in before.keys() | after.keys():
-                    if before.get(name) is not after.get(name):
-                        found.append(Change(module, path, name, after.get(name)))
+                if name not in old or name not in new or not self._same(old[name], after, new[name], set()):
+                    found.append(Change(module, path, name, new.get(name)))
         return sorted(found, key=lambda change: change.name)
+
+    def registered(self) -> list[Change]:
+        """Parameters, buffers and submodules that are others now."""
+        found = []
+        for (path, module), registries in zip(self._modules, self._registries, strict=True):
+            for registry, before in registries.items():
+                now = module.__dict__[registry]
+                found += [Change(module, path, n, now.get(n)) for n in before.keys() | now.keys() if before.get(n) is not now.get(n)]
+        return sorted(found, key=lambda change: change.name)
+
+    def _same(self, old: Any, after: "Snapshot", new: Any, compared: set[tuple[int, int]]) -> bool:
+        """Whether a value then and one now say the same; a container may be another one, or the same with other contents."""
+        if type(old) is not type(new):
+            return False
+        if type(old) in _CONTAINERS:
+            if (id(old), id(new)) in compared:  # inside itself
+                return True
+            compared.add((id(old), id(new)))
+            before, now = self._inside[id(old)][1], after._inside[id(new)][1]
+            if len(before) != len(now):
+                return False
+            if isinstance(before, set):
+                return bool(before == now)
+            if isinstance(before, dict):
+                return all(key in now and self._same(value, after, now[key], compared) for key, value in before.items())
+            return all(self._same(a, after, b, compared) for a, b in zip(before, now, strict=True))
+        if type(old) is tuple:
+            return len(old) == len(new) and all(self._same(a, after, b, compared) for a, b in zip(old, new, strict=True))
+        return old is new or (isinstance(old, _PLAIN) and bool(old == new))
 
     def restore(self) -> None:
         """Put everything back, in the same containers."""
-        for (_, module), attributes, registries, contents in zip(
-            self._modules, self._attributes, self._registries, self._contents, strict=True
-        ):
+        for (_, module), attributes, registries in zip(self._modules, self._attributes, self._registries, strict=True):
             for registry, before in registries.items():
                 live = module.__dict__[registry]
                 if list(live.items()) != list(before.items()) if registry == "_modules" else any(live.get(k) is not v for k, v in before.items()):
@@ -102,19 +114,18 @@ class Snapshot:
                     live.update(before)
                 for name in live.keys() - before.keys():
                     del live[name]
-            for name in list(module.__dict__.keys() - attributes.keys()):
+            for name in list(module.__dict__.keys() - attributes.keys() - _REGISTRIES):
                 del module.__dict__[name]
             module.__dict__.update(attributes)
-            for name, content in contents.items():
-                value = attributes[name]
-                if _same_content(content, value):
-                    continue
-                if isinstance(value, (list, deque)):
-                    value.clear()
-                    value.extend(content)
-                else:
-                    value.clear()
-                    value.update(content)
+        for value, content in self._inside.values():
+            same = len(value) == len(content) and all(a is b for a, b in zip(_items(value), _items(content), strict=True))
+            if same and list(value) == list(content):  # a dict's keys too
+                continue
+            value.clear()
+            if isinstance(value, (list, deque)):
+                value.extend(content)
+            else:
+                value.update(content)
 
 
 @contextlib.contextmanager
@@ -142,22 +153,26 @@ def _watch(pairs: set[tuple[int, str]]) -> Iterator[dict[tuple[int, str], str]]:
         nn.Module.__setattr__ = set_attribute  # type: ignore[method-assign]
 
 
-def judge(model: nn.Module, snapshot: Snapshot, rehearse: Callable[[], object]) -> None:
+def judge(model: nn.Module, before: Snapshot, after: Snapshot, rehearse: Callable[[], object]) -> None:
     """Restore the modules; raise CaptureError where forward's changes carry state from call to call.
 
-    `rehearse` runs forward a second time under fake tensors; it is called only if something changed.
+    `after` was taken at the end of the forward that was traced: torch.export puts attributes back. `rehearse` runs forward once more under fake
+    tensors; it is called only if something changed.
     """
-    changed = snapshot.changes()
+    registered = before.registered()
+    changed = sorted([*before.changes(after), *registered], key=lambda change: change.name)
     if not changed:
         return
-    structural = [c.name for c in changed if isinstance(c.after, (nn.Module, nn.Parameter))]
+    structural = [c.name for c in registered if isinstance(c.after, (nn.Module, nn.Parameter))]
     if structural:
         raise CaptureError(f"forward adds or replaces {', '.join(structural)}; a plan cannot know it. Build all modules in __init__.")
+    before.restore()
+    rehearse()
     after_one = Snapshot(model)
     with _watch({(id(c.module), c.attribute) for c in changed}) as first:
         rehearse()
-    again = {(id(c.module), c.attribute) for c in after_one.changes()}
-    snapshot.restore()
+    again = {(id(c.module), c.attribute) for c in (*after_one.changes(Snapshot(model)), *after_one.registered())}
+    before.restore()
     state = [c for c in changed if first.get((id(c.module), c.attribute)) == "read" and (id(c.module), c.attribute) in again]
     if state:
         names = ", ".join(c.name for c in state)

@@ -63,6 +63,7 @@ class Root(nn.Module):
         if isinstance(criterion, nn.Module):
             self.criterion = criterion
         self.run = run
+        self.finished: Callable[[], None] = lambda: None  # called at the end of every forward
 
     def forward(self, *tensors: Tensor) -> tuple[Tensor, ...]:
         # A buffer that forward binds to a new tensor (self.ema = 0.9 * self.ema + …) is a write to the old one.
@@ -86,6 +87,7 @@ class Root(nn.Module):
             with torch.no_grad():
                 old.copy_(new)
             module._buffers[name] = old
+        self.finished()
         return results
 
 

@@ -225,7 +225,9 @@ def verify(
             _seed(seed)
             attributes = Snapshot(model)
             want = _run_eager(model, graph, call, loss, has_targets)
-            changed = [c for c in attributes.changes() if (id(c.module), c.attribute) not in bound]
+            changed = [
+                c for c in (*attributes.changes(Snapshot(model)), *attributes.registered()) if (id(c.module), c.attribute) not in bound
+            ]
             if changed:
                 for module, name, buffer in bound.values():
                     module._buffers[name] = buffer

@@ -1,5 +1,6 @@
 """What capture names, how it treats what must get through, and that it leaves the model alone."""
 
+import copy
 import random
 from collections.abc import Callable
 from typing import Any
@@ -139,10 +140,21 @@ def _memo(m: Any, x: Tensor) -> Any:
     return m.linear(x) * m.mask
 
 
+def _memo_inside(m: Any, x: Tensor) -> Any:
+    if not m.kept["sizes"]:
+        m.kept["sizes"].append(x.shape[-1])
+    return m.linear(x) / m.kept["sizes"][0]
+
+
 def test_memos_and_outputs_left_on_modules() -> None:
-    model = small(_memo)
+    model: Any = small(_memo)
     ok(model, rows())
     assert not hasattr(model, "mask")
+    model = small(_memo_inside)
+    kept: dict[str, list[int]] = {"sizes": []}
+    model.kept = kept
+    ok(model, rows())
+    assert model.kept is kept == {"sizes": []}
 
     def leaves_output(m: Any, x: Tensor) -> Any:
         m.width, m.penalty = x.shape[1], m.linear(x).abs().mean()
@@ -150,6 +162,24 @@ def test_memos_and_outputs_left_on_modules() -> None:
 
     with pytest.warns(UserWarning, match=r"leaves tensors on the model \(penalty\)"):
         ok(small(leaves_output), rows())
+
+
+def test_state_that_is_equal_afterwards_needs_no_second_look() -> None:
+    def runs(after: Any) -> int:
+        counted = []
+
+        def renews(m: Any, x: Tensor) -> Any:
+            m.settings = copy.deepcopy(after)
+            counted.append(1)
+            return m.linear(x)
+
+        model: Any = small(renews)
+        model.settings = before = {"a": ([1], {2}), "b": "c"}
+        capture(model, (rows(),), loss=square)
+        assert model.settings is before
+        return len(counted)
+
+    assert runs({"a": ([1], {2}), "b": "c"}) == runs({"a": ([1], {3}), "b": "c"}) - 2
 
 
 def test_forward_hooks_are_part_of_the_model() -> None:

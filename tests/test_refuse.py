@@ -1,5 +1,6 @@
 """Capture refuses what export alone gets silently wrong, with the line to change."""
 
+import copy
 import random
 import re
 import warnings
@@ -15,7 +16,7 @@ from torch.utils.checkpoint import checkpoint
 
 from partitioner.errors import CaptureError
 from partitioner.passes.capture import capture
-from tests.capture_support import rows, small, square
+from tests.capture_support import Fn, rows, small, square
 
 
 class Round(torch.autograd.Function):
@@ -106,6 +107,24 @@ def test_refused_while_tracing(name: str) -> None:
     where = re.search(r"(test_refuse|capture_support)\.py:\d+ in \S+", str(caught.value))  # the line itself, or that of forward
     assert where or name in ("counter", "hidden state", "growing list")
     assert model.__dict__.keys() == before.keys() and not isinstance(model.linear.weight, torch._subclasses.FakeTensor)
+
+
+def _adds(m: Any, x: Tensor) -> Any:
+    m.state += 1
+    return m.linear(x) * m.state
+
+
+def _adds_inside(m: Any, x: Tensor) -> Any:
+    m.state["calls"][0] += 1
+    return m.linear(x) * m.state["calls"][0]
+
+
+@pytest.mark.parametrize(("function", "state"), [(_adds, 0), (_adds_inside, {"calls": [0]})])
+def test_state_that_was_there_before(function: Any, state: Any) -> None:
+    model, before = Fn(function, 4, state=state), copy.deepcopy(state)
+    with pytest.raises(CaptureError, match="reads and changes state"):
+        capture(model, (rows(),), loss=square)
+    assert model.state is state and state == before
 
 
 def _backward_hook(model: Any) -> None:
