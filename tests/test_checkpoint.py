@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from examples import resume
 from partitioner import Plan, load_checkpoint
 from partitioner.errors import CheckpointError, PartitionerError
 from partitioner.runtime import checkpoint
@@ -209,3 +210,11 @@ def test_other_files_are_read_slice_by_slice(tmp_path: Path, shard: str) -> None
         assert read == held
         assert all(torch.equal(found, value) for found, value in zip(whole, [*state.values()] * 3, strict=True))
     assert sum(held for _, held, _ in results) == (total if shard == "zero3" else 2 * total)
+
+
+def test_the_example_resumes_with_the_same_losses(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert ranks.run(2, resume.on_this_rank, tmp_path, False, group=False) == [0, 0]
+    assert ranks.run(3, resume.on_this_rank, tmp_path, True, group=False) == [0, 0, 0]
+    assert resume.in_one_process(tmp_path) == 0
+    first, second = capsys.readouterr().out.splitlines()
+    assert first.startswith("one process  steps 4 … 7: ") and second.startswith("largest difference from the undisturbed run: ")
