@@ -1,6 +1,7 @@
 """From the planner's verdict to a Plan and back."""
 
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -15,7 +16,7 @@ from partitioner.prepare import AXIS, Prepared
 from partitioner.runtime.program import Program, Shard
 from partitioner.runtime.simulator import Simulation
 from partitioner.runtime.text import program_text
-from partitioner.trial import Trial, Verdict
+from partitioner.trial import Task, Trial, Verdict, trial
 
 if TYPE_CHECKING:
     from partitioner.session import Session
@@ -23,11 +24,13 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Lowered:
-    """The programs behind a plan: what `plan.simulate` and `plan.emit` show."""
+    """The programs behind a plan: what `plan.simulate`, `plan.emit` and the drawings show."""
 
     programs: tuple[Program, ...]
     simulations: tuple[Simulation, ...]
     source: str
+    prepared: Prepared
+    plain: Callable[[int], Simulation]  # the fullest of so many ranks that shard and recompute nothing, in one micro-batch
 
     def write(self, folder: Path) -> None:
         """`functions.py`: every block class as Python; `rank_K.txt`: the program of each simulated rank."""
@@ -36,7 +39,7 @@ class Lowered:
             (folder / f"rank_{program.rank}.txt").write_text(program_text(program), encoding="utf-8")
 
 
-def assemble(session: "Session", verdict: Verdict) -> plans.Plan:
+def assemble(session: "Session", task: Task, verdict: Verdict) -> plans.Plan:
     """The plan that says what was decided, with its programs attached."""
     prepared, choice = verdict.prepared, verdict.choice
     shard_of = {name: unit.shard for unit in choice.units for name in unit.parameters}
@@ -84,8 +87,22 @@ def assemble(session: "Session", verdict: Verdict) -> plans.Plan:
     if prepared.prologue is not None:
         functions.append(prepared.prologue.function)
     source = emit_source_file({function.name: function for function in functions}.values())
-    made._lowered = Lowered(tuple(t.program for t in verdict.trials), tuple(t.simulation for t in verdict.trials), source)
+    made._lowered = Lowered(
+        programs=tuple(t.program for t in verdict.trials),
+        simulations=tuple(t.simulation for t in verdict.trials),
+        source=source,
+        prepared=prepared,
+        plain=lambda ranks: _plain(replace(task, ranks=ranks)),
+    )
     return made
+
+
+def _plain(task: Task) -> Simulation:
+    prepared = task.prepared(1)
+    blocks = prepared.blocks.blocks
+    decisions = tuple(Decision(prepared.frontier(block.cls, FRONTIER_POINTS)[-1].saved) for block in blocks)
+    trials = trial(task, prepared, Choice(decisions, units_of(blocks, ["none"] * len(blocks), tuple(task.shapes))))
+    return max((tried.simulation for tried in trials), key=lambda simulation: simulation.peak_bytes)
 
 
 def _prediction(trial: Trial) -> plans.RankPrediction:

@@ -145,7 +145,7 @@ class ClusterSummary(_Part):
 
 
 class Lowered(Protocol):
-    """What the driver attaches to a plan: the simulated programs, and a writer of their text and source."""
+    """What the driver attaches to a plan (`assemble.Lowered`): the programs, simulated, and a writer of their text and source."""
 
     @property
     def simulations(self) -> Sequence[Any]: ...
@@ -267,6 +267,30 @@ class Plan(_Part):
         Path(folder).mkdir(parents=True, exist_ok=True)
         lowered.write(Path(folder))
         return Path(folder)
+
+    def draw(self, path: str | Path) -> Path:
+        """Draw the partitioned graph as .svg, .pdf or .png; a plan that came from a file without ops and what passes between blocks."""
+        from partitioner.draw_graph import draw_graph
+
+        return draw_graph(self, path)
+
+    def draw_timeline(self, path: str | Path, measured: Sequence[Any] = ()) -> Path:
+        """Draw the streams of a simulated step over time (.svg, .pdf, .png), or write them as a Chrome trace (.json).
+
+        measured: timelines that `parallel.measured.record()` took, to be drawn below. Raises PlanError on a plan that came from a file.
+        """
+        from partitioner.draw_timeline import draw_timeline
+
+        return draw_timeline(self, path, measured)
+
+    def draw_memory(self, path: str | Path, measured: int | None = None) -> Path:
+        """Draw the bytes of a simulated step by kind, beside plain training, as .svg, .pdf or .png.
+
+        measured: `parallel.measured.peak_bytes`, to be compared. Raises PlanError on a plan that came from a file.
+        """
+        from partitioner.draw_memory import draw_memory
+
+        return draw_memory(self, path, measured)
 
     def _bound(self, verb: str) -> Lowered:
         if self._lowered is None:

@@ -253,7 +253,7 @@ class Session:
         for block, decision, point in zip(verdict.prepared.blocks.blocks, verdict.choice.decisions, verdict.points, strict=True):
             most = verdict.prepared.frontier(block.cls, FRONTIER_POINTS)[-1].saved_bytes
             self._planned.setdefault(block.label, (decision, point.saved_bytes / most if most else 1.0))
-        return assemble(self, verdict)
+        return assemble(self, task, verdict)
 
     def _belongs(self, given: object) -> None:
         if not isinstance(given, Plan):

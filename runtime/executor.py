@@ -6,6 +6,7 @@ awaited by whoever needs it (`UnitStore.whole`, `UnitStore.finish`, the end of t
 
 import math
 from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from typing import Any, Protocol
 
 import torch
@@ -18,6 +19,7 @@ from partitioner.runtime.inputs import join, narrow
 from partitioner.runtime.nonfinite import find_origin
 from partitioner.runtime.player import Player
 from partitioner.runtime.program import Function, Instruction, Program, Ref, Slice, Unit
+from partitioner.runtime.recorder import Recorder, Recording
 from partitioner.runtime.watch import Playing
 from partitioner.runtime.wire import Handle, all_reduce, guarded
 
@@ -75,13 +77,17 @@ class TensorMachine:
         self.cuts = {cut.name: cut for cut in program.inputs}
         self.total_loss: Tensor | None = None
         self._loss_handle: Handle | None = None
+        self.recorder: Recorder | None = None
 
     def begin(self, instruction: Instruction) -> None:
         self.place.line += 1
         self.place.instruction = instruction
+        if self.recorder is not None:
+            self.recorder.begin(instruction)
 
     def end(self, instruction: Instruction) -> None:
-        pass
+        if self.recorder is not None:
+            self.recorder.end()
 
     def read(self, ref: Ref, number: int, mb: int | None) -> Any:
         program = self.program
@@ -116,11 +122,15 @@ class TensorMachine:
         raise ProgramError(f"a block reads the scalar {name!r}; known are rows, start, share, key_local, key_shared")
 
     def forward(self, function: Function, arguments: list[Any], rows: int) -> list[Tensor]:
+        if self.recorder is not None:
+            self.recorder.run()
         return list(function.forward(arguments))
 
     def backward(self, function: Function, arguments: list[Any], rows: int) -> list[Tensor]:
         if function.backward is None:
             raise ProgramError(f"function {function.name} has no backward")
+        if self.recorder is not None:
+            self.recorder.run()
         return list(function.backward(arguments))
 
     def like(self, value: Tensor) -> tuple[torch.Size, torch.dtype, torch.device]:
@@ -260,13 +270,17 @@ class Executor:
             guarded(lambda: dist.broadcast(drawn, group=self.group, group_src=0), self.group, "the seed of this step")
         return int(drawn.item())
 
-    def step(self, leaves: Mapping[str, Any], number: int = 0) -> Tensor:
-        """Forward and backward of the global batch; returns its loss, the same on every rank; gradients are in `.grad`. `number`: of this step.
+    def step(self, leaves: Mapping[str, Any], number: int = 0, recording: Recording | None = None) -> Tensor:
+        """Forward and backward of the global batch; returns its loss, the same on every rank; gradients are in `.grad`.
 
+        number: of this step. recording: where the times of its instructions go.
         Raises NonFiniteError on every rank together (the summed loss is the same everywhere), PeerError where a peer is gone.
         """
-        with torch.no_grad(), self.playing():
+        with torch.no_grad(), self.playing(), ExitStack() as stack:
             player, machine = self._player(leaves)
+            if recording is not None:
+                machine.recorder = recording.recorder = Recorder(self.program, self.device)
+                stack.enter_context(machine.recorder.step())
             player.play(self.program.instructions)
             player.finish()
             loss = machine.total_loss

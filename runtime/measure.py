@@ -12,6 +12,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 
 from partitioner.errors import PartitionerError
 from partitioner.runtime.memory import Tracker
+from partitioner.runtime.recorder import Recording
 
 MEASURED_STEPS = 2
 """The first step makes the optimizer's state, the second is like all others."""
@@ -28,6 +29,7 @@ class Measured:
         self._steps = 0
         self._in_optimizer: ExitStack | None = None
         self._hooks: list[Any] = []
+        self.recording: Recording | None = None
 
     @property
     def peak_bytes(self) -> int:
@@ -61,6 +63,30 @@ class Measured:
         else:
             with self._tracker:
                 yield
+
+    @contextmanager
+    def record(self) -> Iterator[Recording]:
+        """Record when instructions run in the train steps inside, and the optimizer's step after them: `recording.timeline` is the last one's.
+
+        The first two steps are watched for their memory and take longer than others.
+        """
+        me, recording, stack = weakref.ref(self), Recording(), ExitStack()
+
+        def before(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+            if (measured := me()) is not None and recording.recorder is not None and measured._owns(optimizer):
+                stack.enter_context(recording.recorder.optimizer())
+
+        def after(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+            stack.close()
+
+        hooks = (register_optimizer_step_pre_hook(before), register_optimizer_step_post_hook(after))
+        self.recording = recording
+        try:
+            yield recording
+        finally:
+            self.recording = None
+            for hook in hooks:
+                hook.remove()
 
     def stop(self) -> None:
         """Keep the figure, drop the tracker and the hooks."""

@@ -123,7 +123,7 @@ class ParallelModule(nn.Module):
         with self.measured.step(leaf for leaf in leaves.values() if isinstance(leaf, Tensor)):
             number = self._steps
             self.__dict__["_steps"] = number + 1  # a step whose loss is not finite counts too: the next one takes the next batch
-            return executor.step(leaves, number)
+            return executor.step(leaves, number, self.measured.recording)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The model's own output for the global batch, whole on every rank; `loss.backward()` on it fills `.grad`."""

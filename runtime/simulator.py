@@ -23,6 +23,9 @@ from partitioner.runtime.program import Function, Instruction, Program, Ref, Rep
 from partitioner.runtime.replay import Compiled, Kind, Ledger, Storage, compile_replay
 from partitioner.runtime.text import instruction_text
 
+OPTIMIZER = "optimizer.step"
+"""The name of the optimizer's step, which is no instruction, in events and memory."""
+
 
 class Events(Protocol):
     """What a unit's store allocates and frees (`unit_bytes.UnitBytes`). Keys are unique over all units, whose events may drop each other's."""
@@ -264,8 +267,8 @@ def simulate(
     if program.mode == "step":
         machine.finished()
         machine.ledger.grow(optimizer_temporary_bytes, 0)
-        machine.note("optimizer.step")
+        machine.note(OPTIMIZER)
         if optimizer_seconds:
-            machine.events.append(("compute", "optimizer.step", end, end + optimizer_seconds))
+            machine.events.append(("compute", OPTIMIZER, end, end + optimizer_seconds))
             end += optimizer_seconds
     return Simulation(end, machine.ledger.peak, tuple(machine.events), tuple(machine.memory))

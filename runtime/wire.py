@@ -8,7 +8,8 @@ All tensors are 1-d and contiguous. Sums, never averages. A peer that died or do
 """
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -22,6 +23,20 @@ _all_gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_i
 _reduce_scatter: Any = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 _SETTLE_SECONDS = 0.2
+
+
+_watcher: Callable[[Any], None] | None = None
+
+
+@contextmanager
+def watching(watcher: Callable[[Any], None]) -> Iterator[None]:
+    """Tell `watcher` the Work of every collective that this process issues meanwhile."""
+    global _watcher
+    before, _watcher = _watcher, watcher
+    try:
+        yield
+    finally:
+        _watcher = before
 
 
 class Handle:
@@ -40,6 +55,8 @@ class Handle:
         self._counts = [_holders(tensor) for tensor in tensors]
         self._after = after
         self._work = guarded(issue, group, what)
+        if _watcher is not None:
+            _watcher(self._work)
 
     def wait(self) -> None:
         """Await the result (on CUDA: let the current stream await it)."""

@@ -1,0 +1,80 @@
+"""What one rank did in one step, simulated or measured: which instruction, on which stream, from when to when. Written as a Chrome trace.
+
+Open the trace in https://ui.perfetto.dev or chrome://tracing: a process per rank, a thread per stream; of a simulated step also bytes by kind.
+"""
+
+import json
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from partitioner.runtime.program import Program
+from partitioner.runtime.simulator import OPTIMIZER, Moment, Simulation
+from partitioner.runtime.text import parse_instruction
+
+STREAMS = ("compute", "gather", "reduce", "send", "copy")
+
+
+@dataclass(frozen=True)
+class Timeline:
+    """events: (stream, instruction, start, end) in seconds from the start of the step; labels: block -> where it stands in the user's model."""
+
+    rank: int
+    step_seconds: float
+    events: tuple[tuple[str, str, float, float], ...]
+    labels: Mapping[int, str]
+    memory: tuple[Moment, ...] = ()
+
+    @staticmethod
+    def of(program: Program, simulation: Simulation) -> "Timeline":
+        """The simulated step of a program."""
+        return Timeline(program.rank, simulation.step_seconds, simulation.events, labels_of(program), simulation.memory)
+
+    @property
+    def busy(self) -> dict[str, float]:
+        """Seconds that each stream works, by stream."""
+        seconds: dict[str, float] = {}
+        for stream, _, start, end in self.events:
+            seconds[stream] = seconds.get(stream, 0.0) + end - start
+        return {stream: seconds[stream] for stream in STREAMS if stream in seconds}
+
+    def save(self, path: str | Path) -> Path:
+        """Write a Chrome trace of this rank alone."""
+        return save_trace(path, [self])
+
+
+def labels_of(program: Program) -> dict[int, str]:
+    return {call.number: call.label for call in program.calls}
+
+
+def save_trace(path: str | Path, timelines: Iterable[Timeline]) -> Path:
+    """Write a Chrome trace of several ranks."""
+    events = [event for timeline in timelines for event in _trace(timeline)]
+    target = Path(path)
+    target.parent.mkdir(parents=True, exist_ok=True)
+    target.write_text(json.dumps({"displayTimeUnit": "ms", "traceEvents": events}, indent=0), encoding="utf-8")
+    return target
+
+
+def _trace(timeline: Timeline) -> list[dict[str, Any]]:
+    rank = timeline.rank
+    threads = {stream: number for number, stream in enumerate(STREAMS)}
+    found: list[dict[str, Any]] = [{"ph": "M", "name": "process_name", "pid": rank, "args": {"name": f"rank {rank}"}}]
+    found += [{"ph": "M", "name": "thread_name", "pid": rank, "tid": threads[s], "args": {"name": s}} for s in timeline.busy]
+    for stream, text, start, end in timeline.events:
+        name, about = _named(text, timeline.labels)
+        span = {"ts": start * 1e6, "dur": (end - start) * 1e6}
+        found.append({"ph": "X", "name": name, "pid": rank, "tid": threads[stream], **span, "args": {"instruction": text, **about}})
+    for moment in timeline.memory:
+        found.append({"ph": "C", "name": "bytes at most", "pid": rank, "ts": moment.seconds * 1e6, "args": moment.by_kind})
+    return found
+
+
+def _named(text: str, labels: Mapping[int, str]) -> tuple[str, dict[str, Any]]:
+    if text == OPTIMIZER:
+        return text, {}
+    instruction = parse_instruction(text)
+    about = {name: value for name in ("block", "unit", "mb", "bytes") if (value := getattr(instruction, name)) is not None}
+    where = "" if instruction.block is None else f" {labels.get(instruction.block, '')}"
+    return instruction.op + where, about
