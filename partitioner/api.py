@@ -19,7 +19,7 @@ from partitioner.runtime import watch
 from partitioner.runtime.launch import Ranks, agree, broadcast_object, join, launched, peer_seconds
 from partitioner.runtime.module import ParallelModule
 from partitioner.runtime.parameters import UnitStore
-from partitioner.runtime.program import Program, Request, Unit
+from partitioner.runtime.program import Program, Request, Slice, Unit
 from partitioner.runtime.text import digest
 from partitioner.session import Session
 from partitioner.ship import Parcel, pack, unpack
@@ -150,6 +150,7 @@ def auto_parallelize(
         device=ranks.device,
         flatten=lambda args, kwargs, has_targets, targets: named_leaves(args, kwargs, targets, has_targets),
         expected=session.leaves,
+        batch=[Slice(leaf.path, leaf.dim, leaf.outer, leaf.inner) for leaf in made.batch.leaves],
     )
 
 

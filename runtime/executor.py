@@ -55,7 +55,10 @@ class Store(Protocol):
 
 
 class TensorMachine:
-    """The player's machine on tensors. `seed` is this step's random seed, the same on every rank; None: nothing draws by key."""
+    """The player's machine on tensors. `seed` is this step's random seed, the same on every rank; None: nothing draws by key.
+
+    own_rows: the leaves hold this rank's rows alone, not the global batch.
+    """
 
     def __init__(
         self,
@@ -66,6 +69,7 @@ class TensorMachine:
         group: dist.ProcessGroup | None,
         seed: int | None,
         place: Place,
+        own_rows: bool = False,
     ) -> None:
         self.program = program
         self.module = module
@@ -74,6 +78,8 @@ class TensorMachine:
         self.group = group
         self.seed = seed
         self.place = place
+        own_rows = own_rows and program.total is not None
+        self.first, self.held = (program.whole_start, program.whole_rows) if own_rows else (0, program.total)  # rows of the leaves
         self.cuts = {cut.name: cut for cut in program.inputs}
         self.total_loss: Tensor | None = None
         self._loss_handle: Handle | None = None
@@ -99,9 +105,8 @@ class TensorMachine:
             case "constant":
                 return program.constants[ref.name]
             case "input":
-                if mb is None:
-                    return narrow(self.leaves[ref.name], self.cuts[ref.name], program.whole_start, program.whole_rows, program.total)
-                return narrow(self.leaves[ref.name], self.cuts[ref.name], program.starts[mb], program.rows[mb], program.total)
+                start, rows = (program.whole_start, program.whole_rows) if mb is None else (program.starts[mb], program.rows[mb])
+                return narrow(self.leaves[ref.name], self.cuts[ref.name], start - self.first, rows, self.held)
             case "scalar":
                 return self._scalar(ref.name, number, mb)
         raise ProgramError(f"a block reads {ref.name!r} of kind {ref.kind!r}, which no rank can provide")
@@ -258,9 +263,9 @@ class Executor:
         self.device = device
         self.playing = Playing(group)
 
-    def _player(self, leaves: Mapping[str, Any]) -> tuple[Player[Tensor], TensorMachine]:
+    def _player(self, leaves: Mapping[str, Any], own_rows: bool = False) -> tuple[Player[Tensor], TensorMachine]:
         seed = self._seed() if self.program.draws and self.program.keyed else None
-        machine = TensorMachine(self.program, self.module, self.store, leaves, self.group, seed, self.playing.place)
+        machine = TensorMachine(self.program, self.module, self.store, leaves, self.group, seed, self.playing.place, own_rows)
         return Player[Tensor](self.program, machine), machine
 
     def _seed(self) -> int:
@@ -270,14 +275,14 @@ class Executor:
             guarded(lambda: dist.broadcast(drawn, group=self.group, group_src=0), self.group, "the seed of this step")
         return int(drawn.item())
 
-    def step(self, leaves: Mapping[str, Any], number: int = 0, recording: Recording | None = None) -> Tensor:
+    def step(self, leaves: Mapping[str, Any], number: int = 0, recording: Recording | None = None, own_rows: bool = False) -> Tensor:
         """Forward and backward of the global batch; returns its loss, the same on every rank; gradients are in `.grad`.
 
-        number: of this step. recording: where the times of its instructions go.
+        number: of this step. recording: where the times of its instructions go. own_rows: the leaves hold this rank's even share of rows alone.
         Raises NonFiniteError on every rank together (the summed loss is the same everywhere), PeerError where a peer is gone.
         """
         with torch.no_grad(), self.playing(), ExitStack() as stack:
-            player, machine = self._player(leaves)
+            player, machine = self._player(leaves, own_rows)
             if recording is not None:
                 machine.recorder = recording.recorder = Recorder(self.program, self.device)
                 stack.enter_context(machine.recorder.step())

@@ -57,7 +57,7 @@ def join(pieces: Sequence[Tensor], cut: Slice, rows: Sequence[int], total: int, 
     """
     if cut.dim is None:
         raise InputError(f"output {cut.name} is a shard but names no dim; a sharded output needs Slice.dim")
-    first = [_rows_first(piece, cut, count) for piece, count in zip(pieces, rows, strict=True)]
+    first = [rows_first(piece, cut, count) for piece, count in zip(pieces, rows, strict=True)]
     mine = first[0] if len(first) == 1 else torch.cat(first)
     if group is not None and ranks > 1 and total:
         counts = spread(total, ranks)
@@ -69,15 +69,22 @@ def join(pieces: Sequence[Tensor], cut: Slice, rows: Sequence[int], total: int, 
         if mine.numel():
             all_gather(everyone.view(-1).view(torch.uint8), mine.contiguous().view(-1).view(torch.uint8), group, f"output {cut.name}").wait()
         mine = torch.cat([everyone[rank * most : rank * most + count] for rank, count in enumerate(counts)])
-    moved = mine.movedim(0, cut.dim + 1)
-    shape = moved.shape
-    return moved.reshape(*shape[: cut.dim], cut.outer * total * cut.inner, *shape[cut.dim + 3 :]).contiguous()
+    return from_rows_first(mine, cut, total)
 
 
-def _rows_first(piece: Tensor, cut: Slice, rows: int) -> Tensor:
+def rows_first(piece: Tensor, cut: Slice, rows: int) -> Tensor:
+    """A leaf of so many rows as [rows, …]."""
     dim = cut.dim or 0
     shape = piece.shape
     return piece.reshape(*shape[:dim], cut.outer, rows, cut.inner, *shape[dim + 1 :]).movedim(dim + 1, 0)
+
+
+def from_rows_first(rows: Tensor, cut: Slice, count: int) -> Tensor:
+    """Inverse of `rows_first`."""
+    dim = cut.dim or 0
+    moved = rows.movedim(0, dim + 1)
+    shape = moved.shape
+    return moved.reshape(*shape[:dim], cut.outer * count * cut.inner, *shape[dim + 3 :]).contiguous()
 
 
 @dataclass(frozen=True)

@@ -17,14 +17,15 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils._pytree import TreeSpec, tree_unflatten
 
-from partitioner.errors import PartitionerError, ProgramError, RankError
+from partitioner.errors import InputError, PartitionerError, ProgramError, RankError
 from partitioner.runtime.bridge import attach
 from partitioner.runtime.checkpoint import load, save
 from partitioner.runtime.executor import Executor, Store
 from partitioner.runtime.inputs import Expected
 from partitioner.runtime.launch import Ranks, agree
 from partitioner.runtime.measure import Measured, local
-from partitioner.runtime.program import Mode, Program, Request
+from partitioner.runtime.program import Mode, Program, Request, Slice
+from partitioner.runtime.rows import RowSampler, exchange, hand_over, rows_in, whole
 from partitioner.runtime.wire import guarded
 
 
@@ -66,7 +67,7 @@ class ParallelModule(nn.Module):
 
     store: the placed parameters (it has taken over module's). lower: makes a program for new shapes or another mode. flatten: turns a call
     into leaves with paths. expected: the leaves the model was planned with, which later calls must equal but for shapes; without it the
-    first call of each mode sets them.
+    first call of each mode sets them. batch: how the plan cuts each leaf.
     """
 
     def __init__(
@@ -82,6 +83,7 @@ class ParallelModule(nn.Module):
         device: torch.device,
         flatten: Flatten,
         expected: Mapping[str, Any] | None = None,
+        batch: Iterable[Slice] = (),
     ) -> None:
         super().__init__()
         own = self.__dict__
@@ -96,6 +98,8 @@ class ParallelModule(nn.Module):
         own["_steps"] = 0
         own["_expected"] = {}
         own["_executors"] = {}
+        own["_batch"] = {cut.name: cut for cut in batch if cut.dim is not None}
+        own["_planned_rows"] = rows_in(expected, self._batch) if expected is not None and self._batch else None
         if expected is not None:
             own["_expected"]["step"] = Expected.of(expected)
             own["_expected"]["forward"] = Expected.of(_without_targets(expected))
@@ -119,11 +123,43 @@ class ParallelModule(nn.Module):
         NonFiniteError for a loss that is not finite: the parameters are unchanged then, and `optimizer.zero_grad()` and the next batch may follow.
         """
         leaves = self._leaves("step", args, kwargs, targets)
-        executor = self._executor("step", leaves, grad=True)
-        with self.measured.step(leaf for leaf in leaves.values() if isinstance(leaf, Tensor)):
-            number = self._steps
-            self.__dict__["_steps"] = number + 1  # a step whose loss is not finite counts too: the next one takes the next batch
-            return executor.step(leaves, number, self.measured.recording)
+        return self._step(self._executor("step", leaves, grad=True), leaves, own_rows=False)
+
+    def train_step_local(self, *args: Any, targets: Any = ABSENT, **kwargs: Any) -> Tensor:
+        """`train_step` on the global batch that the ranks' rows make, one rank's after the other's, given only this rank's.
+
+        Ranks may bring different numbers of rows, none even: rows move to where an even share of them is computed, or nowhere if each brings that
+        (see `sampler`). Inputs without a batch dim are passed whole, the same on every rank. Raises what train_step does, on every rank.
+        """
+        try:
+            leaves = self._on_device(self._checked("step", args, kwargs, targets))
+            rows = rows_in(leaves, self._batch)
+        except Exception:
+            with suppress(RankError):  # the others are about to count
+                exchange(None, self._peers, self._device)
+            raise
+        counts = exchange(rows, self._peers, self._device)
+        if not sum(counts):
+            raise InputError("no rank has brought a row, so there is nothing to compute; pass some rows")
+        executor = self._executor("step", whole(leaves, self._batch, sum(counts)), grad=True)
+        uncut = executor.program.total is None  # fewer rows than ranks: all compute all of them
+        given = {
+            path: hand_over(leaf, self._batch[path], counts, uncut, self._peers) if path in self._batch and isinstance(leaf, Tensor) else leaf
+            for path, leaf in leaves.items()
+        }
+        return self._step(executor, given, own_rows=True)
+
+    def sampler(self, dataset: Any, *, batch_rows: int | None = None, shuffle: bool = False, seed: int = 0) -> RowSampler:
+        """Deals the rows of a dataset to the ranks: `DataLoader(dataset, batch_sampler=parallel.sampler(dataset))` feeds train_step_local.
+
+        batch_rows: rows of the global batch; None: those it was planned with. All ranks see as many batches, each row comes once an epoch; with
+        shuffle in another order each epoch, if `set_epoch(epoch)` is called. Raises InputError for a dataset without a length.
+        """
+        if batch_rows is None:
+            batch_rows = self._planned_rows
+        if batch_rows is None:
+            raise InputError("the plan cuts no input by rows, so the size of a batch is not known; write sampler(dataset, batch_rows=…)")
+        return RowSampler.of(dataset, batch_rows, self._rank, self._ranks, shuffle, seed)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The model's own output for the global batch, whole on every rank; `loss.backward()` on it fills `.grad`."""
@@ -207,7 +243,16 @@ class ParallelModule(nn.Module):
             with suppress(RankError):
                 self._same_on_all_ranks(f"refused with {type(error).__name__}: {error}")
             raise
+        return self._on_device(leaves)
+
+    def _on_device(self, leaves: Mapping[str, Any]) -> dict[str, Any]:
         return {path: leaf.to(self._device).contiguous() if isinstance(leaf, Tensor) else leaf for path, leaf in leaves.items()}
+
+    def _step(self, executor: Executor, leaves: Mapping[str, Any], own_rows: bool) -> Tensor:
+        with self.measured.step(leaf for leaf in leaves.values() if isinstance(leaf, Tensor)):
+            number = self._steps
+            self.__dict__["_steps"] = number + 1  # a step whose loss is not finite counts too: the next one takes the next batch
+            return executor.step(leaves, number, self.measured.recording, own_rows)
 
     def _checked(self, mode: Mode, args: tuple[Any, ...], kwargs: dict[str, Any], targets: Any) -> dict[str, Any]:
         pairs, _ = self._flatten(args, kwargs, targets is not ABSENT, None if targets is ABSENT else targets)
