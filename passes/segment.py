@@ -2,7 +2,8 @@
 
     1. label   every op belongs to a layer (a path that ends in an index, `model.layers.3`) or to no layer; equal neighbours form a unit
     2. attach  what stands between two layers of one list (residual adds) joins the layer before it, also behind the last layer
-    3. group   layers of very few ops are grouped, in step with their period so that equal groups stay equal; other units are merged while small
+    3. group   layers of very few ops are grouped, in step with their period so that equal groups stay equal; other units are merged while small;
+               no group of large parameters takes in more of them: what a block reads is gathered at once
     4. divide  a unit of very many ops is cut at deeper indices, where it repeats itself, or where few bytes are live; a unit without its equal is cut
                at deeper indices where it holds equal layers
 
@@ -24,6 +25,7 @@ ENOUGH_OPS = 16  # a group of layers stops growing here,
 FEW_OPS = 4  # and never stops before this
 SMALL_LAYER = 8  # layers of fewer ops on average are grouped
 LOOSE_OPS = 64  # units outside of layers are merged up to this
+LARGE_BYTES = 1 << 24  # parameters that a collective of their own moves about as fast as one of more
 
 
 @dataclass
@@ -76,6 +78,12 @@ class _Signatures:
 
 def _weight(units: Sequence[Unit], weights: dict[fx.Node, int]) -> int:
     return sum(weights[p] for p in {i for unit in units for op in unit.ops for i in op.all_input_nodes if i in weights})
+
+
+def _is_full(units: Sequence[Unit], unit: Unit, weights: dict[fx.Node, int]) -> bool:
+    """Whether units with large parameters should not be joined by one that adds more than a norm's to them."""
+    weight = _weight(units, weights)
+    return weight >= LARGE_BYTES and (_weight([*units, unit], weights) - weight) * 16 >= LARGE_BYTES
 
 
 def _at_depth(order: Sequence[fx.Node], depth: int, shape: _Signatures, weights: dict[fx.Node, int], share: int) -> list[Unit]:
@@ -165,7 +173,8 @@ def _merge_loose(units: list[Unit], weights: dict[fx.Node, int], share: int) -> 
     current: list[Unit] = []
     for unit in units:
         count = sum(len(u.ops) for u in current)
-        if count >= FEW_OPS and (count >= LOOSE_OPS or (_weight(current, weights) * 8 >= share and _weight([unit], weights))):
+        enough = count >= FEW_OPS and (count >= LOOSE_OPS or (_weight(current, weights) * 8 >= share and _weight([unit], weights)))
+        if enough or (current and _is_full(current, unit, weights)):
             done.append(_joined(current))
             current = []
         current.append(unit)
@@ -184,25 +193,36 @@ def _merge_layers(units: list[Unit], shape: _Signatures, weights: dict[fx.Node, 
 
 def _is_enough(units: Sequence[Unit], weights: dict[fx.Node, int], share: int) -> bool:
     count = sum(len(u.ops) for u in units)
-    return count >= ENOUGH_OPS or (count >= FEW_OPS and _weight(units, weights) * 48 >= share)
+    weight = _weight(units, weights)
+    return count >= ENOUGH_OPS or weight >= LARGE_BYTES or (count >= FEW_OPS and weight * 48 >= share)
 
 
 def _merge_periods(units: list[Unit], period: int, weights: dict[fx.Node, int], share: int) -> list[Unit]:
-    """Groups of equally many periods, as many as make the first one large enough."""
+    """Groups of equally many periods, as many as make the first one large enough; of parts of a period where it is too large itself."""
     size = period
     while size < len(units) and not _is_enough(units[:size], weights, share):
         size += period
-    return [_joined(units[at : at + size]) for at in range(0, len(units), size)]
+    groups = []
+    for at in range(0, len(units), size):
+        group = [units[at]]
+        for unit in units[at + 1 : at + size]:
+            if _is_full(group, unit, weights):
+                groups.append(_joined(group))
+                group = []
+            group.append(unit)
+        groups.append(_joined(group))
+    return groups
 
 
 def _merge_each(units: list[Unit], weights: dict[fx.Node, int], share: int) -> list[Unit]:
     """Groups that grow until each is large enough; a last one that stays too small joins the one before."""
     groups: list[list[Unit]] = [[]]
     for unit in units:
-        if _is_enough(groups[-1], weights, share):
+        few = sum(len(u.ops) for u in groups[-1]) < FEW_OPS  # ends only where more large parameters come
+        if _is_full(groups[-1], unit, weights) if few else _is_enough(groups[-1], weights, share):
             groups.append([])
         groups[-1].append(unit)
-    if len(groups) > 1 and sum(len(u.ops) for u in groups[-1]) < FEW_OPS:
+    if len(groups) > 1 and sum(len(u.ops) for u in groups[-1]) < FEW_OPS and not _is_full(groups[-2], _joined(groups[-1]), weights):
         last = groups.pop()
         groups[-1] += last
     return [_joined(group) for group in groups]
@@ -307,9 +327,10 @@ def _join_crumbs(units: list[Unit], shape: _Signatures, weights: dict[fx.Node, i
         kind = shape.run(unit.ops)
         crumb = len(unit.ops) < FEW_OPS and count[kind] == 1
         unit.ops, held = held + unit.ops, []
-        if crumb and at + 1 < len(joined) and count[shape.run(joined[at + 1].ops)] == 1:
+        after = joined[at + 1] if at + 1 < len(joined) else None
+        if crumb and after is not None and count[shape.run(after.ops)] == 1 and not _is_full([unit], after, weights):
             held = unit.ops
-        elif crumb and done and count[shape.run(done[-1].ops)] <= 1:
+        elif crumb and done and count[shape.run(done[-1].ops)] <= 1 and not _is_full([done[-1]], unit, weights):
             done[-1].ops += unit.ops
         else:
             done.append(unit)

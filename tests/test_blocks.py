@@ -1,6 +1,8 @@
 """Cutting into blocks and folding: how many, where, and with which gradients."""
 
 import operator
+from collections.abc import Callable
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -94,6 +96,54 @@ def test_a_deep_sequence_of_tiny_layers_is_grouped_in_step() -> None:
     assert 20 <= len(blocks.blocks) <= 110
     assert len(blocks.classes) <= 4
     assert min(sizes(blocks)[:-1]) >= 4
+
+
+WIDE = 2048  # of a square of float32: as many bytes as are large
+
+
+class Named(nn.Module):
+    """Layers that are in no list."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second, self.third = (nn.Linear(WIDE, WIDE) for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.third(self.second(self.first(x).relu()).relu()).relu()  # type: ignore[no-any-return]
+
+
+def linears(*parts: Any, times: int = 5, step: int = 0) -> nn.Module:
+    widths = [WIDE + step * at for at in range(times + 1)]
+    return nn.Sequential(*[m for a, b in pairwise(widths) for m in (nn.Linear(a, b), *(part(b) for part in parts))])
+
+
+def relu(width: int) -> nn.Module:
+    return nn.ReLU()
+
+
+PAIR: list[Callable[[], nn.Module]] = [lambda: nn.Linear(WIDE, 2 * WIDE), nn.ReLU, lambda: nn.Linear(2 * WIDE, WIDE), nn.ReLU]
+LARGE: dict[str, Callable[[], nn.Module]] = {
+    "bare": linears,
+    "activated": lambda: linears(relu),
+    "normalised": lambda: linears(nn.LayerNorm, relu),
+    "unequal": lambda: linears(relu, step=16),
+    "two in a period": lambda: nn.Sequential(*[make() for _ in range(3) for make in PAIR]),
+    "in no list": Named,
+}
+
+
+@pytest.mark.parametrize("name", LARGE)
+def test_large_parameters_are_not_gathered_together_however_few_their_ops(name: str) -> None:
+    with torch.device("meta"):
+        model, x = LARGE[name](), torch.zeros(4, WIDE)
+    blocks = cut(captured(model, (x,), squares)[0])
+    large = [[p for port in b.reads if (p := port.name).endswith("weight") and model.get_parameter(p).dim() == 2] for b in blocks.blocks]
+    assert max(map(len, large)) == 1 and sum(map(len, large)) == len([m for m in model.modules() if isinstance(m, nn.Linear)])
+    norms = [
+        any(isinstance(model.get_submodule(port.name.rpartition(".")[0]), nn.LayerNorm) for port in b.reads if "." in port.name)
+        for b in blocks.blocks
+    ]
+    assert not any(norm and not weights for norm, weights in zip(norms, large, strict=True)), "what is small goes with its neighbour"
 
 
 def conv(a: int, b: int) -> nn.Module:

@@ -5,6 +5,8 @@ from functools import cache
 from pathlib import Path
 
 import pytest
+import torch
+from torch import nn
 
 from partitioner import Plan
 from partitioner.errors import InfeasibleError, PlanError
@@ -66,6 +68,16 @@ def test_the_cap_holds_to_the_byte() -> None:
     assert planned(constraints=one_choice, memory=peak).predicted.peak_bytes == peak
     with pytest.raises(InfeasibleError, match="too much"):
         planned(constraints=one_choice, memory=peak - 1)
+
+
+def test_wide_layers_are_gathered_one_by_one() -> None:
+    """On 8 ranks 8 layers take 4 layers' bytes: parameters, two moments, gradients; besides, one layer and the next are gathered, and a gradient
+    is reduced. Two layers at a time would take 11 layers' bytes and more."""
+    layer = 4096 * 4097 * 4
+    with torch.device("meta"):
+        model, x = nn.Sequential(*[nn.Linear(4096, 4096) for _ in range(8)]), torch.zeros(64, 4096)
+    plan = planned(model, "1x8 h100-sxm", example_inputs=(x,), memory=9 * layer)
+    assert [block.shard for block in plan.blocks[:8]] == ["zero3"] * 8 and plan.predicted.peak_bytes <= 9 * layer
 
 
 def test_what_cannot_fit_is_refused_with_figures() -> None:
