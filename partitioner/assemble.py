@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Lowered:
-    """The programs behind a plan: what `plan.simulate`, `plan.emit` and the drawings show."""
+    """The programs behind a plan: what `plan.simulate`, `plan.emit` and the drawings show. Keeps what was captured alive, the model included."""
 
     programs: tuple[Program, ...]
     simulations: tuple[Simulation, ...]

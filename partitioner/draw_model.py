@@ -91,6 +91,7 @@ def picture(plan: Plan, lowered: Lowered | None) -> Picture:
     boxes: list[Box] = [Box("prologue", call.number, call.number, reads=_reads(call)) for call in early]
     box_of = {call.number: at for at, call in enumerate(early)}
     folds: list[Fold] = []
+    sent = {} if program is None else unit_traffic(program)
     for start, period, times in folded(keys):
         for turn in range(times):
             for step in range(period):
@@ -100,7 +101,7 @@ def picture(plan: Plan, lowered: Lowered | None) -> Picture:
         for step in range(period):
             members = [blocks[start + turn * period + step] for turn in range(times)]
             last = start + (times - 1) * period + step
-            boxes.append(_box(plan, lowered, start + step, last, members))
+            boxes.append(_box(plan, lowered, sent, start + step, last, members))
     if program is None:
         return Picture(tuple(boxes), tuple(folds), ())
     graph = _graph(program, box_of)
@@ -109,7 +110,7 @@ def picture(plan: Plan, lowered: Lowered | None) -> Picture:
     return Picture(tuple(boxes), tuple(folds), _wires(graph))
 
 
-def _box(plan: Plan, lowered: Lowered | None, index: int, last: int, members: Sequence[BlockPlan]) -> Box:
+def _box(plan: Plan, lowered: Lowered | None, sent: dict[int, Traffic], index: int, last: int, members: Sequence[BlockPlan]) -> Box:
     first = members[0]
     saved = plan.classes[first.block_class].saved_sets[first.saved]
     label = span(first.label, members[-1].label)
@@ -119,8 +120,8 @@ def _box(plan: Plan, lowered: Lowered | None, index: int, last: int, members: Se
     call = program.call_of[index]
     units = {program.unit_of[ref.name].number for ref in call.reads if ref.kind == "parameter"}
     traffic: Traffic = {}
-    for unit, sent in unit_traffic(program).items():
-        for op, (times, size) in sent.items() if unit in units else ():
+    for unit in sorted(units & set(sent)):
+        for op, (times, size) in sent[unit].items():
             traffic[op] = (times, traffic.get(op, (0, 0))[1] + size)
     ops = ops_of(lowered.prepared, first.block_class, frozenset(saved.values))
     return Box(label, index, last, len(members), first, saved, ops, _reads(call), traffic)

@@ -201,7 +201,7 @@ def _labels(instruction: Instruction, labels: Mapping[int, str], several: bool) 
         return [OPTIMIZER]
     number = instruction.block if instruction.block is not None else instruction.unit
     mb = "" if instruction.mb is None or not several else f" mb {instruction.mb}"
-    short = instruction.op if number is None else f"{instruction.op[0]}{number}"
+    short = instruction.op if number is None else f"{'G' if instruction.stream == 'gather' else instruction.op[0]}{number}"
     label = None if instruction.block is None else labels.get(instruction.block)
     names = [] if label is None else [f"{short} {label}{mb}", f"{short} {label}"]
     return list(dict.fromkeys([*names, f"{short}{mb}", short]))

@@ -16,8 +16,9 @@ from partitioner.draw_canvas import Canvas, fitted, plain, text_width, wrapped
 from partitioner.draw_graph import graph_canvas
 from partitioner.draw_memory import _columns, memory_canvas
 from partitioner.draw_model import Picture, Wire, folded, picture, span
-from partitioner.draw_timeline import _share, nice, simulated, timeline_canvas
+from partitioner.draw_timeline import _labels, _share, nice, simulated, timeline_canvas
 from partitioner.errors import PlanError
+from partitioner.runtime.text import parse_instruction
 from partitioner.runtime.timeline import Timeline
 from tests.driver_models import Deep, ids, planned, square
 from tests.models import MODELS
@@ -251,6 +252,15 @@ def test_streams_say_how_busy_they_are(plans: dict[str, Plan]) -> None:
     assert 0 < first.busy["compute"] <= first.step_seconds and set(first.busy) == {"compute", "gather", "reduce"}
     found = texts(timeline_canvas(plans["deep"]))
     assert sum(text.startswith("busy ") for text in found) in (3, 6) and any("the first and the last" in text for text in found)
+
+
+def test_labels_name_an_instruction_as_fully_as_there_is_room() -> None:
+    words = _labels(parse_instruction("FORWARD block 3 mb 1 on compute"), {3: "layers.0"}, True)
+    assert words == ["F3 layers.0 mb 1", "F3 layers.0", "F3 mb 1", "F3"]
+    assert _labels(parse_instruction("FORWARD block 3 mb 0 on compute"), {3: "layers.0"}, False) == ["F3 layers.0", "F3"]
+    assert _labels(parse_instruction("REFRESH unit 2 on gather bytes 8"), {}, False) == ["G2"]
+    assert _labels(parse_instruction("REDUCE unit 2 mb 1 on reduce bytes 8"), {2: "no block"}, True) == ["R2 mb 1", "R2"]
+    assert _labels(parse_instruction("LOSS on reduce bytes 4"), {}, True) == ["LOSS"]
 
 
 def test_instructions_too_narrow_for_a_box_keep_their_time() -> None:
