@@ -25,11 +25,16 @@ class Timeline:
     events: tuple[tuple[str, str, float, float], ...]
     labels: Mapping[int, str]
     memory: tuple[Moment, ...] = ()
+    measured: bool = False
 
     @staticmethod
     def of(program: Program, simulation: Simulation) -> "Timeline":
         """The simulated step of a program."""
         return Timeline(program.rank, simulation.step_seconds, simulation.events, labels_of(program), simulation.memory)
+
+    @property
+    def name(self) -> str:
+        return f"rank {self.rank}" + (", measured" if self.measured else "")
 
     @property
     def busy(self) -> dict[str, float]:
@@ -50,24 +55,23 @@ def labels_of(program: Program) -> dict[int, str]:
 
 def save_trace(path: str | Path, timelines: Iterable[Timeline]) -> Path:
     """Write a Chrome trace of several ranks."""
-    events = [event for timeline in timelines for event in _trace(timeline)]
+    events = [event for process, timeline in enumerate(timelines) for event in _trace(process, timeline)]
     target = Path(path)
     target.parent.mkdir(parents=True, exist_ok=True)
     target.write_text(json.dumps({"displayTimeUnit": "ms", "traceEvents": events}, indent=0), encoding="utf-8")
     return target
 
 
-def _trace(timeline: Timeline) -> list[dict[str, Any]]:
-    rank = timeline.rank
+def _trace(process: int, timeline: Timeline) -> list[dict[str, Any]]:
     threads = {stream: number for number, stream in enumerate(STREAMS)}
-    found: list[dict[str, Any]] = [{"ph": "M", "name": "process_name", "pid": rank, "args": {"name": f"rank {rank}"}}]
-    found += [{"ph": "M", "name": "thread_name", "pid": rank, "tid": threads[s], "args": {"name": s}} for s in timeline.busy]
+    found: list[dict[str, Any]] = [{"ph": "M", "name": "process_name", "pid": process, "args": {"name": timeline.name}}]
+    found += [{"ph": "M", "name": "thread_name", "pid": process, "tid": threads[s], "args": {"name": s}} for s in timeline.busy]
     for stream, text, start, end in timeline.events:
         name, about = _named(text, timeline.labels)
         span = {"ts": start * 1e6, "dur": (end - start) * 1e6}
-        found.append({"ph": "X", "name": name, "pid": rank, "tid": threads[stream], **span, "args": {"instruction": text, **about}})
+        found.append({"ph": "X", "name": name, "pid": process, "tid": threads[stream], **span, "args": {"instruction": text, **about}})
     for moment in timeline.memory:
-        found.append({"ph": "C", "name": "bytes at most", "pid": rank, "ts": moment.seconds * 1e6, "args": moment.by_kind})
+        found.append({"ph": "C", "name": "bytes at most", "pid": process, "ts": moment.seconds * 1e6, "args": moment.by_kind})
     return found
 
 

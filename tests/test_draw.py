@@ -236,8 +236,9 @@ def test_wires_never_share_a_lane_where_they_overlap(plans: dict[str, Plan]) -> 
 
 def test_the_chrome_trace_is_the_simulation(plan: Plan, tmp_path: Path) -> None:
     trace = json.loads(plan.draw_timeline(tmp_path / "step.json").read_text())["traceEvents"]
-    for timeline, simulation in zip(simulated(plan), plan.simulate(), strict=True):
-        mine = [event for event in trace if event["pid"] == timeline.rank]
+    for process, (timeline, simulation) in enumerate(zip(simulated(plan), plan.simulate(), strict=True)):
+        mine = [event for event in trace if event["pid"] == process]
+        assert [event["args"]["name"] for event in mine if event["name"] == "process_name"] == [f"rank {timeline.rank}"]
         spans = [event for event in mine if event["ph"] == "X"]
         assert len(spans) == len(simulation.events)
         assert max(event["ts"] + event["dur"] for event in spans) == pytest.approx(simulation.step_seconds * 1e6)

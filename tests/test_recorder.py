@@ -1,6 +1,7 @@
 """Measured timelines: every instruction that runs is there, in order, on its stream; nothing is recorded when nobody asked."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -81,8 +82,10 @@ def test_recording_is_asked_for_and_ends(tmp_path: Path) -> None:
     last = recording.timeline
     assert last.events[-1][1] == "optimizer.step" and last.step_seconds >= last.events[-1][3]
     assert [event[1] for event in last.events[:-1]] == [event[1] for event in first.events]
-    trace = json.loads(save_trace(tmp_path / "new" / "trace.json", [last]).read_text())["traceEvents"]
-    assert sum(event["ph"] == "X" for event in trace) == len(last.events)
+    trace = json.loads(save_trace(tmp_path / "new" / "trace.json", [replace(last, measured=False), last]).read_text())["traceEvents"]
+    for process, name in enumerate(("rank 0", "rank 0, measured")):
+        mine = [event for event in trace if event["pid"] == process]
+        assert mine[0]["args"] == {"name": name} and sum(event["ph"] == "X" for event in mine) == len(last.events)
 
 
 def test_a_step_that_failed_has_no_timeline() -> None:
