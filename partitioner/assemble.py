@@ -1,11 +1,11 @@
 """From the planner's verdict to a Plan and back."""
 
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from partitioner import plan as plans
+from partitioner.alternatives import Alternatives
 from partitioner.errors import PlanError
 from partitioner.lower import Choice, Decision, units_of
 from partitioner.options import FRONTIER_POINTS
@@ -16,7 +16,7 @@ from partitioner.prepare import AXIS, Prepared
 from partitioner.runtime.program import Program, Shard
 from partitioner.runtime.simulator import Simulation
 from partitioner.runtime.text import program_text
-from partitioner.trial import Task, Trial, Verdict, trial
+from partitioner.trial import Trial, Verdict
 
 if TYPE_CHECKING:
     from partitioner.session import Session
@@ -24,13 +24,21 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Lowered:
-    """The programs behind a plan: what `plan.simulate`, `plan.emit` and the drawings show. Keeps what was captured alive, the model included."""
+    """The programs behind a plan: what `plan.simulate`, `plan.emit` and the drawings show, and what `plan.explain` computes."""
 
     programs: tuple[Program, ...]
     simulations: tuple[Simulation, ...]
     source: str
     prepared: Prepared
-    plain: Callable[[int], Simulation]  # the fullest of so many ranks that shard and recompute nothing, in one micro-batch
+    alternatives: Alternatives
+
+    @property
+    def explanation(self) -> plans.Explanation:
+        return self.alternatives.explanation
+
+    def plain(self, ranks: int) -> Simulation:
+        """The fullest of so many ranks that shard and recompute nothing, in one micro-batch."""
+        return self.alternatives.plain(ranks)
 
     def write(self, folder: Path) -> None:
         """`functions.py`: every block class as Python; `rank_K.txt`: the program of each simulated rank."""
@@ -39,7 +47,7 @@ class Lowered:
             (folder / f"rank_{program.rank}.txt").write_text(program_text(program), encoding="utf-8")
 
 
-def assemble(session: "Session", task: Task, verdict: Verdict) -> plans.Plan:
+def assemble(session: "Session", verdict: Verdict, alternatives: Alternatives) -> plans.Plan:
     """The plan that says what was decided, with its programs attached."""
     prepared, choice = verdict.prepared, verdict.choice
     shard_of = {name: unit.shard for unit in choice.units for name in unit.parameters}
@@ -92,17 +100,9 @@ def assemble(session: "Session", task: Task, verdict: Verdict) -> plans.Plan:
         simulations=tuple(t.simulation for t in verdict.trials),
         source=source,
         prepared=prepared,
-        plain=lambda ranks: _plain(replace(task, ranks=ranks)),
+        alternatives=alternatives,
     )
     return made
-
-
-def _plain(task: Task) -> Simulation:
-    prepared = task.prepared(1)
-    blocks = prepared.blocks.blocks
-    decisions = tuple(Decision(prepared.frontier(block.cls, FRONTIER_POINTS)[-1].saved) for block in blocks)
-    trials = trial(task, prepared, Choice(decisions, units_of(blocks, ["none"] * len(blocks), tuple(task.shapes))))
-    return max((tried.simulation for tried in trials), key=lambda simulation: simulation.peak_bytes)
 
 
 def _prediction(trial: Trial) -> plans.RankPrediction:

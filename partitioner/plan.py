@@ -130,6 +130,35 @@ class Predicted(_Part):
         return max(self.runs, key=lambda run: run.peak_bytes)
 
 
+class Alternative(_Part):
+    """Another way to train, the same for every block: what the simulator says of its fullest and its slowest rank."""
+
+    ranks: Annotated[int, Field(ge=1, le=1_000_000)]
+    shard: Shard
+    checkpoint: Literal["none", "full"]
+    micro_batches: Annotated[int, Field(ge=1, le=1_000_000)]
+    step_seconds: Seconds
+    peak_bytes: Count
+
+
+class MoreMemory(_Part):
+    """What a step would take if a device might hold so much."""
+
+    memory_bytes: Count
+    step_seconds: Seconds
+    micro_batches: Annotated[int, Field(ge=1, le=1_000_000)]
+
+
+class Explanation(_Part):
+    """Why this plan. Seconds are those of the slowest rank's instructions; peak_at is where the fullest rank holds the most, in words."""
+
+    alternatives: Many[Alternative]
+    more_memory: Many[MoreMemory] = ()
+    compute_seconds: Seconds
+    communication_seconds: Seconds
+    peak_at: Name
+
+
 class ClusterSummary(_Part):
     """What the plan was made for, as far as a reader of the plan needs it."""
 
@@ -149,6 +178,9 @@ class Lowered(Protocol):
 
     @property
     def simulations(self) -> Sequence[Any]: ...
+
+    @property
+    def explanation(self) -> Explanation: ...
 
     def write(self, folder: Path) -> None: ...
 
@@ -173,6 +205,7 @@ class Plan(_Part):
     predicted: Predicted
     bound_seconds: Seconds = 0.0
     constraints: dict[Name, Any] = {}
+    explanation: Explanation | None = None  # as read from a file; a plan that was made here is explained on demand
 
     _lowered: Lowered | None = PrivateAttr(default=None)
 
@@ -213,8 +246,13 @@ class Plan(_Part):
         """How far the step may lie above the best one: step seconds / proven bound - 1; infinite where nothing is proven."""
         return self.predicted.step_seconds / self.bound_seconds - 1 if self.bound_seconds > 0 else float("inf")
 
+    @property
+    def capacity_bytes(self) -> int:
+        """What one device may hold."""
+        return self.cluster.memory_bytes if self.memory_bytes is None else self.memory_bytes
+
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, Plan) and self.model_dump() == other.model_dump()
+        return isinstance(other, Plan) and self.model_dump(exclude={"explanation"}) == other.model_dump(exclude={"explanation"})
 
     def __hash__(self) -> int:
         return hash((self.fingerprint, self.micro_batches, self.blocks))
@@ -243,10 +281,10 @@ class Plan(_Part):
         return loads(text)
 
     def save(self, path: str | Path) -> None:
-        """Write the plan as JSON, whole or not at all."""
+        """Write the plan as JSON, whole or not at all; with its explanation, so that `explain` works on what is loaded."""
         from partitioner.plan_file import save
 
-        save(self, Path(path))
+        save(self.model_copy(update={"explanation": self.explained}), Path(path))
 
     @staticmethod
     def load(path: str | Path) -> "Plan":
@@ -254,6 +292,23 @@ class Plan(_Part):
         from partitioner.plan_file import load
 
         return load(Path(path))
+
+    @property
+    def explained(self) -> Explanation | None:
+        """The figures behind `explain`: computed once, in a few seconds, where the plan was made; None where a file did not hold them."""
+        return self.explanation if self._lowered is None else self._lowered.explanation
+
+    def explain(self) -> str:
+        """Why this plan: what the usual ways to train would take and why each was not chosen, what limits the step, what more memory would buy."""
+        from partitioner.explain import explain
+
+        return explain(self)
+
+    def diff(self, other: "Plan") -> str:
+        """What differs from this plan to `other`: decisions, blocks run by run, and predictions. Raises PlanError where `other` is no plan."""
+        from partitioner.diff import diff
+
+        return diff(self, other)
 
     def simulate(self) -> Sequence[Any]:
         """The simulated step of every rank (events and memory). Raises PlanError on a plan that came from a file."""

@@ -3,11 +3,11 @@
 Runs of equal blocks share a line. Text that came from a file is escaped before it reaches a terminal.
 """
 
-import re
 from dataclasses import dataclass
 
 from partitioner.plan import BlockPlan, Plan, Replicated
 from partitioner.quantities import format_bytes, format_seconds
+from partitioner.wording import counted, fitted, listed, percent, span
 
 WIDTH = 120
 LINES = 40
@@ -27,23 +27,23 @@ class _Run:
 def report(plan: Plan) -> str:
     """The plan as text."""
     lines = [*_headline(plan), "", *_blocks(plan), "", *_memory(plan), "", *_time(plan), *_replicated(plan), *_constraints(plan)]
-    return "\n".join(_fitted(line) for line in lines)
+    return "\n".join(fitted(line, WIDTH) for line in lines)
 
 
 def _headline(plan: Plan) -> list[str]:
     mesh = " x ".join(f"{axis} {size}" for axis, size in plan.mesh.items())
     cluster = plan.cluster
     size = f"{cluster.nodes}x{cluster.devices_per_node}" if cluster.nodes > 1 else str(cluster.devices_per_node)
-    rows = "not cut" if plan.batch.rows is None else _counted(plan.batch.rows, "row")
+    rows = "not cut" if plan.batch.rows is None else counted(plan.batch.rows, "row")
     cuts = [f"{leaf.path} dim {leaf.dim}" for leaf in plan.batch.leaves if leaf.dim is not None]
     whole = [leaf.path for leaf in plan.batch.leaves if leaf.dim is None]
-    about = [f"batch {rows} in {_counted(plan.micro_batches, 'micro-batch', 'es')}"]
+    about = [f"batch {rows} in {counted(plan.micro_batches, 'micro-batch', 'es')}"]
     if cuts:
-        about.append("cut: " + _listed(cuts, 3))
+        about.append("cut: " + listed(cuts, 3))
     if whole and cuts:
-        about.append("whole: " + _listed(whole, 2))
+        about.append("whole: " + listed(whole, 2))
     return [
-        f"{plan.model} on {_counted(plan.ranks, 'rank')} ({mesh}) of {size} {cluster.name}, {plan.optimizer}, {plan.precision}",
+        f"{plan.model} on {counted(plan.ranks, 'rank')} ({mesh}) of {size} {cluster.name}, {plan.optimizer}, {plan.precision}",
         "   ".join(about),
     ]
 
@@ -60,9 +60,9 @@ def _blocks(plan: Plan) -> list[str]:
     for row in rows:
         label = row[0] if len(row[0]) <= widths[0] else "…" + row[0][-widths[0] + 1 :]
         lines.append("  " + "  ".join(text.ljust(width) for text, width in zip([label, *row[1:]], [*widths, 0], strict=True)).rstrip())
-    title = f"blocks: {len(plan.blocks)}, in {_counted(len(plan.classes), 'class', 'es')}"
+    title = f"blocks: {len(plan.blocks)}, in {counted(len(plan.classes), 'class', 'es')}"
     if hidden:
-        lines.append(f"  and {_counted(sum(run.count for run in hidden), 'more block')} that save less")
+        lines.append(f"  and {counted(sum(run.count for run in hidden), 'more block')} that save less")
     return [title, *lines]
 
 
@@ -102,26 +102,14 @@ def _row(plan: Plan, run: _Run) -> list[str]:
     recompute = ""
     whole = saved.forward_seconds + saved.backward_seconds
     if saved.recompute_seconds > 0 and whole > 0:
-        recompute = f"recompute {_percent(saved.recompute_seconds / whole)}"
-    return [_span(run.first.label, run.last.label, run.count), f"x{run.count}" if run.count > 1 else "", shard, keeps, recompute]
-
-
-def _span(first: str, last: str, count: int) -> str:
-    """`model.layers.0 … 31` of the labels of the ends of a run."""
-    first, last = first or "(model)", last or "(model)"
-    if count == 1 or first == last:
-        return first
-    common = 0
-    while common < min(len(first), len(last)) and first[common] == last[common]:
-        common += 1
-    cut = max(first.rfind(".", 0, common), 0)
-    return f"{first} … {last[cut:].lstrip('.')}"
+        recompute = f"recompute {percent(saved.recompute_seconds / whole)}"
+    return [span(run.first.label, run.last.label, run.count), f"x{run.count}" if run.count > 1 else "", shard, keeps, recompute]
 
 
 def _memory(plan: Plan) -> list[str]:
     fullest = plan.predicted.fullest
-    peak, cap = fullest.peak_bytes, plan.memory_bytes or plan.cluster.memory_bytes
-    title = f"memory: peak {format_bytes(peak)} of {format_bytes(cap)} ({_percent(peak / cap if cap else 0.0)}) on the fullest rank"
+    peak, cap = fullest.peak_bytes, plan.capacity_bytes
+    title = f"memory: peak {format_bytes(peak)} of {format_bytes(cap)} ({percent(peak / cap if cap else 0.0)}) on the fullest rank"
     low = min(run.peak_bytes for run in plan.predicted.runs)
     if low < peak:
         title += f", {format_bytes(low)} on the emptiest"
@@ -133,7 +121,7 @@ def _memory(plan: Plan) -> list[str]:
     for kind, size in parts:
         share = size / cap if cap else 0.0
         bar = "#" * max(1, min(50, round(50 * share)))
-        bars.append(f"  {kind.ljust(width)}  {format_bytes(size):>8}  {_percent(share):>6}  {bar}")
+        bars.append(f"  {kind.ljust(width)}  {format_bytes(size):>8}  {percent(share):>6}  {bar}")
     return [title, *bars]
 
 
@@ -143,7 +131,7 @@ def _time(plan: Plan) -> list[str]:
     if plan.batch.rows and step > 0:
         line += f", {plan.batch.rows / step:,.0f} rows/s" if plan.batch.rows / step >= 10 else f", {plan.batch.rows / step:.2g} rows/s"
     if plan.bound_seconds > 0:
-        line += f"; no plan for these constraints takes less than {format_seconds(plan.bound_seconds)} (gap {_percent(plan.gap)})"
+        line += f"; no plan for these constraints takes less than {format_seconds(plan.bound_seconds)} (gap {percent(plan.gap)})"
     return [line]
 
 
@@ -156,7 +144,7 @@ def _replicated(plan: Plan) -> list[str]:
         return [f"replicated: everything; no batch dim with a row for each of {plan.ranks} ranks was found, so every rank computes the whole batch"]
     if not counts:
         return ["replicated: nothing; every op runs on its rank's rows alone"]
-    lines = [f"replicated: {_counted(sum(counts.values()), 'op')}, run by every rank on the whole batch (correct, but slower)"]
+    lines = [f"replicated: {counted(sum(counts.values()), 'op')}, run by every rank on the whole batch (correct, but slower)"]
     shown = _MAX_REPLICATED if len(counts) <= _MAX_REPLICATED else _MAX_REPLICATED - 1
     for item, count in list(counts.items())[:shown]:
         times = f" x{count}" if count > 1 else ""
@@ -171,22 +159,3 @@ def _constraints(plan: Plan) -> list[str]:
     if not plan.constraints:
         return []
     return ["asked for: " + ", ".join(f"{name}={value}" for name, value in plan.constraints.items())]
-
-
-def _counted(count: int, word: str, plural: str = "s") -> str:
-    return f"{count:,} {word}" + ("" if count == 1 else plural)
-
-
-def _listed(items: list[str], most: int) -> str:
-    more = len(items) - most
-    return ", ".join(items[:most]) + (f" and {more} more" if more > 0 else "")
-
-
-def _percent(share: float) -> str:
-    return f"{100 * share:.0f} %" if share >= 0.0995 or share == 0 else f"{100 * share:.1f} %"
-
-
-def _fitted(line: str) -> str:
-    """One printable line of at most WIDTH characters."""
-    clean = re.sub(r"[^\x20-\x7e…]", lambda match: match[0] if match[0].isprintable() else match[0].encode("unicode_escape").decode(), line)
-    return clean if len(clean) <= WIDTH else clean[: WIDTH - 1] + "…"

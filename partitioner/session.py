@@ -2,22 +2,23 @@
 
 import gc
 import hashlib
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor, fx, nn
+from torch import Tensor, nn
 from torch.nn.utils.stateless import _reparametrize_module
 from torch.utils._pytree import tree_unflatten
 
+from partitioner.alternatives import Alternatives
 from partitioner.assemble import assemble, decisions_of
 from partitioner.calibrate import core_share, local_device
 from partitioner.cluster import Cluster
 from partitioner.constraints import parse
-from partitioner.cost import accumulate_seconds, op_seconds, optimizer_seconds
+from partitioner.cost import accumulate_seconds
 from partitioner.errors import BatchError, ConstraintError, InputError, PartitionerError, PlanError
 from partitioner.examples import example_call
 from partitioner.fingerprint import described, facts, fingerprint
@@ -31,13 +32,14 @@ from partitioner.passes.verify import verify as verify_capture
 from partitioner.plan import Plan
 from partitioner.planner import decide
 from partitioner.prepare import Prepared, check_micro_batches, most_micro_batches, prepare
+from partitioner.prices import Prices
 from partitioner.quantities import parse_bytes
 from partitioner.runtime.check import check
 from partitioner.runtime.module import ParallelModule
 from partitioner.runtime.parameters import shapes_of
 from partitioner.runtime.program import Program, Request, Unit
 from partitioner.runtime.simulator import storage_bytes
-from partitioner.trial import Local, Shapes, Task, Verdict, communication, sizes_of, trial
+from partitioner.trial import Shapes, Task, Verdict, communication, sizes_of, trial
 
 
 @contextmanager
@@ -50,6 +52,10 @@ def _no_collection() -> Iterator[None]:
     finally:
         if was:
             gc.enable()
+
+
+def _prepared(graph: Graph, batch_dim: Any, prices: Prices, ranks: int, in_time: bool) -> Prepared:
+    return prepare(graph, batch_dim=batch_dim, ranks=ranks, in_time=in_time, seconds=replace(prices, ranks=ranks).op)
 
 
 class Session:
@@ -100,7 +106,8 @@ class Session:
         every = shapes_of(model)
         self.shapes: Shapes = {name: every[name] for name, _ in model.named_parameters()}
         self._verify = verify
-        self._times = OpTimes(local_device(), core_share(self.ranks, local_device().type)) if at_hand else None
+        times = OpTimes(local_device(), core_share(self.ranks, local_device().type)) if at_hand else None
+        self._prices = Prices(cluster, self.ranks, optimizer, times)
         self._whole: dict[str, Tensor] = {
             name: nn.Parameter(torch.empty_like(parameter, device="meta"), requires_grad=parameter.requires_grad)
             for name, parameter in model.named_parameters()
@@ -203,26 +210,8 @@ class Session:
         in_time = micro_batches > 1
         key = (self._key(request), in_time or self.ranks > 1)
         if key not in self._prepared:
-            self._prepared[key] = prepare(
-                self._graph(request),
-                batch_dim=self.batch_dim,
-                ranks=self.ranks,
-                in_time=in_time,
-                seconds=self._seconds,
-            )
+            self._prepared[key] = _prepared(self._graph(request), self.batch_dim, self._prices, self.ranks, in_time)
         return self._prepared[key]
-
-    def _seconds(self, node: fx.Node, rows: int | None, typical: int | None) -> float:
-        """Seconds of an op: by formulas, which go with the rows but for the launch; as timed where the devices are at hand."""
-        seconds = op_seconds(node, self.cluster, self.ranks)
-        if rows and typical and seconds:
-            launch = self.cluster.launch_seconds
-            seconds = launch + (seconds - launch) * rows / typical
-        return self._times.seconds(node, rows, seconds) if self._times is not None else seconds
-
-    def _optimizer_seconds(self, shapes: Sequence[Local]) -> float:
-        seconds = optimizer_seconds(self.optimizer, shapes, self.cluster)
-        return self._times.step_seconds(self.optimizer, shapes, seconds) if self._times is not None else seconds
 
     # --- planning ----------------------------------------------------------------------------------------------
 
@@ -243,17 +232,17 @@ class Session:
             fixed_bytes=self._fixed_bytes(graph),
             capacity_bytes=self.cluster.memory_bytes if self.memory_bytes is None else self.memory_bytes,
             optimizer=self.optimizer,
-            optimizer_seconds=self._optimizer_seconds,
+            optimizer_seconds=self._prices.step,
             constraints=self.constraints,
         )
         verdict = decide(task) if given is None else self._follow(task, given)
-        if self._times is not None:
-            self._times.save()
+        self._prices.save()
         self._choice, self._planned_for = verdict.choice, verdict.prepared
         for block, decision, point in zip(verdict.prepared.blocks.blocks, verdict.choice.decisions, verdict.points, strict=True):
             most = verdict.prepared.frontier(block.cls, FRONTIER_POINTS)[-1].saved_bytes
             self._planned.setdefault(block.label, (decision, point.saved_bytes / most if most else 1.0))
-        return assemble(self, task, verdict)
+        prepared = partial(_prepared, graph, self.batch_dim, self._prices)  # holds neither the session nor the model
+        return assemble(self, verdict, Alternatives(replace(task, prepared=lambda _: verdict.prepared), verdict, prepared))
 
     def _belongs(self, given: object) -> None:
         if not isinstance(given, Plan):
