@@ -4,6 +4,8 @@ import re
 import textwrap
 from collections.abc import Sequence
 
+_UNIT = re.compile(r"(?<=\d) (?=[kMGT]?B\b|[mu]?s\b|%)")
+
 
 class Text(str):
     """Text that a prompt shows as it is, not as one quoted line."""
@@ -59,5 +61,6 @@ def fitted(line: str, width: int) -> str:
 
 
 def wrapped(line: str, width: int, indent: int) -> list[str]:
-    """A printable paragraph; lines after the first are indented."""
-    return textwrap.wrap(printable(line), width, subsequent_indent=" " * indent, break_long_words=True, break_on_hyphens=False)
+    """A printable paragraph; lines after the first are indented, and no number is parted from its unit."""
+    joined = _UNIT.sub("\0", printable(line))
+    return [part.replace("\0", " ") for part in textwrap.wrap(joined, width, subsequent_indent=" " * indent, break_on_hyphens=False)]

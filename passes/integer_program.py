@@ -14,6 +14,7 @@ from highspy._core import _Highs  # the public class prints a banner when it is 
 INFINITY = float("inf")
 
 EXACT = 1e-10  # a relative gap that is none
+_TIGHT, _LOOSE = 1e-9, 1e-7  # absolute tolerances
 
 
 @dataclass(frozen=True)
@@ -69,10 +70,15 @@ class IntegerProgram:
         highs.changeColsCost(columns, np.arange(columns, dtype=np.int32), costs)
         highs.setOptionValue("mip_rel_gap", gap)
         highs.setOptionValue("time_limit", highs.getRunTime() + seconds)  # its clock runs on over several solves
-        if highs.run() == highspy.HighsStatus.kError:
+        ran = highs.run()
+        if ran == highspy.HighsStatus.kError:
             highs.setOptionValue("threads", 0)  # HiGHS has one set of threads per process; somebody else's, of another size, is there already
-            if highs.run() == highspy.HighsStatus.kError:
-                raise ArithmeticError("HiGHS could not run on the programme")
+            ran = highs.run()
+        if ran == highspy.HighsStatus.kError:
+            _tolerate(highs, _LOOSE)  # its answer was beyond the tolerance by rounding, so it was thrown away
+            ran = highs.run()
+        if ran == highspy.HighsStatus.kError:
+            raise ArithmeticError("HiGHS could not run on the programme")
         status, info = highs.getModelStatus(), highs.getInfo()
         if status in (highspy.HighsModelStatus.kInfeasible, highspy.HighsModelStatus.kUnboundedOrInfeasible):
             return Outcome(None, INFINITY, INFINITY)
@@ -93,8 +99,7 @@ class IntegerProgram:
         highs.setOptionValue("threads", 1)
         highs.setOptionValue("mip_heuristic_run_feasibility_jump", False)  # 10 of the 11 ms that the smallest programme takes
         highs.setOptionValue("mip_abs_gap", 1e-7)
-        for tolerance in ("primal_feasibility_tolerance", "dual_feasibility_tolerance", "mip_feasibility_tolerance"):
-            highs.setOptionValue(tolerance, 1e-9)
+        _tolerate(highs, _TIGHT)
         columns, rows = len(self._lower), len(self._rows)
         model = highspy.HighsLp()
         model.num_col_, model.num_row_ = columns, rows
@@ -111,3 +116,8 @@ class IntegerProgram:
             raise ArithmeticError("HiGHS refuses the numbers of the programme")
         self._highs = highs
         return highs
+
+
+def _tolerate(highs: _Highs, tolerance: float) -> None:
+    for name in ("primal_feasibility_tolerance", "dual_feasibility_tolerance", "mip_feasibility_tolerance"):
+        highs.setOptionValue(name, tolerance)

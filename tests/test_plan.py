@@ -16,7 +16,19 @@ from torch import nn
 from partitioner.cluster import Cluster
 from partitioner.errors import PlanError
 from partitioner.fingerprint import fingerprint
-from partitioner.plan import Batch, BatchLeaf, BlockPlan, ClassPlan, ClusterSummary, Plan, Predicted, RankPrediction, Replicated, SavedSet
+from partitioner.plan import (
+    Batch,
+    BatchLeaf,
+    BlockPlan,
+    ClassPlan,
+    ClusterSummary,
+    Explanation,
+    Plan,
+    Predicted,
+    RankPrediction,
+    Replicated,
+    SavedSet,
+)
 from partitioner.plan_file import MAX_FILE_BYTES
 
 
@@ -168,6 +180,7 @@ def test_any_other_value_is_a_plan_or_a_plan_error(field: str, value: Any) -> No
 
 class _Lowered:
     simulations = ("timeline",)
+    explanation = Explanation(alternatives=(), compute_seconds=1.0, communication_seconds=0.0, peak_at="FORWARD block 0 mb 0")
 
     def write(self, folder: Path) -> None:
         (folder / "program.txt").write_text("FORWARD block 0 mb 0 on compute\n")
