@@ -111,13 +111,15 @@ def newest(folder: Path) -> Path | None:
 def read_sums(version: Path) -> tuple[dict[str, str], str]:
     """File name -> checksum as the version lists them, and one digest of the whole list."""
     if not (version / SUMS).is_file():
-        raise CheckpointError(f"{version} is damaged: {SUMS} is missing{_instead(version)}")
+        raise damaged(version, f"{SUMS} is missing")
     text = read_text(version / SUMS)
+    if not text.endswith("\n"):
+        raise damaged(version, f"{SUMS} is cut off")
     sums = {}
-    for line in text.splitlines():
+    for line in text.split("\n")[:-1]:
         match = _LINE.fullmatch(line)
         if match is None:
-            raise CheckpointError(f"{version} is damaged: {SUMS} has the line {line[:80]!r}{_instead(version)}")
+            raise damaged(version, f"{SUMS} has the line {line[:80]!r}")
         sums[match[2]] = match[1]
     return sums, hashlib.sha256(text.encode()).hexdigest()
 
@@ -126,11 +128,11 @@ def check(version: Path, sums: Mapping[str, str], names: list[str]) -> None:
     """Raise CheckpointError for a file that is not there or not as it was written."""
     for name in names:
         if name not in sums or not (version / name).is_file():
-            raise CheckpointError(f"{version} is damaged: {name} is missing{_instead(version)}")
+            raise damaged(version, f"{name} is missing")
         with disk(version / name, "read"), open(version / name, "rb") as file:
             digest = hashlib.file_digest(file, "sha256").hexdigest()
         if digest != sums[name]:
-            raise CheckpointError(f"{version} is damaged: {name} is not as it was written (its checksum differs){_instead(version)}")
+            raise damaged(version, f"{name} is not as it was written (its checksum differs)")
 
 
 def read_text(path: Path) -> str:
@@ -142,14 +144,14 @@ def read_text(path: Path) -> str:
     try:
         return data.decode()
     except UnicodeDecodeError as error:
-        raise CheckpointError(f"{path} is damaged: it is no text (byte {error.start})") from None
+        raise damaged(path.parent, f"{path.name} is no text (byte {error.start})") from None
 
 
-def _instead(version: Path) -> str:
-    """Which version to load instead of a damaged one."""
+def damaged(version: Path, what: str) -> CheckpointError:
+    """The error to raise; it names the version to load instead, if there is one."""
     known = versions(version.parent)
     older = known[: known.index(version)] if version in known else []
-    return f"; to go on from the version before it, load {str(older[-1])!r}" if older else ""
+    return CheckpointError(f"{version} is damaged: {what}" + (f"; to go on from the version before it, load {str(older[-1])!r}" if older else ""))
 
 
 def _write(path: Path, data: bytes) -> None:

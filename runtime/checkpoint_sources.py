@@ -63,7 +63,7 @@ class Version:
         for name, entry in manifest.tensors.items():
             for piece in entry.pieces:
                 if prod(piece.sizes) and piece.file not in self._sums:
-                    raise CheckpointError(f"{path} is damaged: {name!r} lies in {piece.file}, which {files.SUMS} does not list")
+                    raise files.damaged(path, f"{name!r} lies in {piece.file}, which {files.SUMS} does not list")
 
     def check(self, rank: int, ranks: int) -> None:
         files.check(self.path, self._sums, sorted(self._sums)[rank::ranks])
@@ -73,7 +73,7 @@ class Version:
         mapped = self._file(piece.file)
         size = prod(piece.sizes) * dtype.itemsize
         if piece.byte % dtype.itemsize or piece.byte + size > mapped.numel():
-            raise CheckpointError(f"{self.path} is damaged: {name!r} does not lie in {piece.file} where {files.MANIFEST} says")
+            raise files.damaged(self.path, f"{name!r} does not lie in {piece.file} where {files.MANIFEST} says")
         return mapped.narrow(0, piece.byte, size).view(dtype).view(piece.sizes)[tuple(box)]
 
     def _file(self, name: str) -> Tensor:
