@@ -18,6 +18,7 @@ from partitioner.errors import InfeasibleError
 from partitioner.options import Options
 from partitioner.plan import Alternative, Explanation, MoreMemory, Shard
 from partitioner.prepare import Prepared, most_micro_batches
+from partitioner.progress import tell
 from partitioner.runtime.program import Program
 from partitioner.runtime.simulator import Simulation
 from partitioner.solver import solve
@@ -66,6 +67,7 @@ class Alternatives:
     def _for(self, ranks: int) -> Task:
         """The question for `ranks` ranks, answered from what this verdict was made of wherever that will do."""
         made, planned = self.verdict.prepared, self.verdict.choice.micro_batches
+
         def prepared(micro_batches: int) -> Prepared:
             in_time = micro_batches > 1
             if ranks == self.task.ranks and (ranks > 1 or in_time == (planned > 1)):
@@ -81,6 +83,7 @@ class Alternatives:
             task = self._for(ranks)
             for shard in SHARDS if ranks > 1 else SHARDS[:1]:
                 for checkpoint in CHECKPOINTS:
+                    tell("explaining")
                     yield from self._ways(task, shard, checkpoint)
 
     def _ways(self, task: Task, shard: Shard, checkpoint: Literal["none", "full"]) -> Iterator[Alternative]:

@@ -1,5 +1,7 @@
 """What `plan.explain()` says: the usual ways to train with what they would take and why each was not chosen, and what binds the one that was."""
 
+from typing import Any
+
 from partitioner.plan import Alternative, Explanation, Plan
 from partitioner.quantities import format_bytes, format_seconds
 from partitioner.wording import Text, counted, fitted, percent, wrapped
@@ -27,6 +29,20 @@ def explain(plan: Plan) -> Text:
     else:
         lines += [*_table(plan, found), "", *_bound(plan), *_limit(plan, found), *_peak(plan, found), *_more(plan, found)]
     return Text("\n".join(fitted(line, WIDTH) for line in lines))
+
+
+def as_data(plan: Plan) -> dict[str, Any]:
+    """The same for scripts. `alternatives` is None where a file does not hold them."""
+    found, predicted = plan.explained, plan.predicted
+    about = {"name": described(plan), "capacity_bytes": plan.capacity_bytes, "bound_seconds": plan.bound_seconds}
+    about |= {"step_seconds": predicted.step_seconds, "peak_bytes": predicted.peak_bytes}
+    if found is None:
+        return {"plan": about, "alternatives": None}
+    ways = [
+        {"name": named(way), "why": "chosen" if is_chosen(plan, way) else reason(plan, way), **way.model_dump(mode="json")}
+        for way in found.alternatives
+    ]
+    return {"plan": about, "alternatives": ways, **found.model_dump(mode="json", exclude={"alternatives"})}
 
 
 def named(way: Alternative) -> str:

@@ -13,12 +13,14 @@ from partitioner.lower import Choice, Decision, units_of
 from partitioner.order import EACH_MICRO_BATCH
 from partitioner.passes.block import Block, BlockFunction, Footprint
 from partitioner.passes.rematerialize import Point
+from partitioner.progress import tell
 from partitioner.runtime.optimizer_bytes import state_bytes
 from partitioner.runtime.program import Shard, Unit
 from partitioner.runtime.unit_bytes import UnitBytes
 from partitioner.solver import Option, Problem, Run, solve
 from partitioner.solver_problem import Choices
 from partitioner.trial import Task, Verdict, communication, size_of, trial
+from partitioner.wording import counted
 
 FRONTIER_POINTS = 16
 GAP = 1e-3  # relative; cost figures are not better than that
@@ -41,7 +43,10 @@ class Options:
                 if port.kind == "value":
                     readers.setdefault(port.name, set()).add(block.index)
         self.shared = {name for name, used in readers.items() if len(used) > 1}
-        self.options = [self._options(block) for block in self.blocks]
+        self.options: list[list[tuple[Option, Decision, Shard, Point]]] = []
+        for done, block in enumerate(self.blocks):
+            tell(f"what every block may take, {counted(micro_batches, 'micro-batch', 'es')}", done, len(self.blocks))
+            self.options.append(self._options(block))
 
     def _own_parameters(self) -> tuple[list[tuple[str, ...]], tuple[str, ...]]:
         shards: list[Shard] = ["zero3"] * len(self.blocks)

@@ -347,6 +347,11 @@ class Plan(_Part):
 
         return draw_memory(self, path, measured)
 
+    @property
+    def is_bound(self) -> bool:
+        """Whether the model's programs are attached: they are where the plan was made, and not where it was read."""
+        return self._lowered is not None
+
     def _bound(self, verb: str) -> Lowered:
         if self._lowered is None:
             raise PlanError(

@@ -12,9 +12,11 @@ from math import inf
 from partitioner.errors import InfeasibleError
 from partitioner.options import GAP, Options
 from partitioner.prepare import check_micro_batches, most_micro_batches
+from partitioner.progress import tell
 from partitioner.quantities import format_bytes
 from partitioner.solver import Problem, breakdown, least_memory, solve
 from partitioner.trial import Task, Verdict
+from partitioner.wording import counted
 
 _CORRECTIONS = 5
 
@@ -56,6 +58,7 @@ def decide(task: Task) -> Verdict:
 def _fit(task: Task, model: Options) -> tuple[Verdict | None, Verdict]:
     """The best choice found whose simulated peak fits (None: none does), and the leanest one."""
     problem = model.problem(None)
+    tell(f"seeking what needs the least memory, {counted(model.micro_batches, 'micro-batch', 'es')}")
     lean = least_memory(problem, gap=GAP)
     least = model.verdict(lean.choices)
     if least.peak_bytes > task.capacity_bytes:
@@ -75,6 +78,7 @@ def _improve(task: Task, model: Options, problem: Problem, best: Verdict, off: i
             break
         tried.add(capacity)
         try:
+            tell(f"solving, {counted(model.micro_batches, 'micro-batch', 'es')}", len(tried), _CORRECTIONS)
             solution = solve(replace(problem, capacity_bytes=capacity), gap=GAP)
         except InfeasibleError:
             break

@@ -16,7 +16,7 @@ def parse_bytes(value: int | str, error: type[PartitionerError] = PartitionerErr
         amount = value
     else:
         match = _PATTERN.fullmatch(value) if isinstance(value, str) else None
-        if match is None or match[2].upper() not in _SCALES:
+        if match is None or match[2].upper() not in _SCALES or ("." in match[1] and not match[2]):
             raise error(f'{str(value)[:60]!r} is no amount of memory; write bytes as an integer, or text such as "16GB", "512MB" or "2GiB"')
         amount = int(float(match[1]) * _SCALES[match[2].upper()])
     if not 0 < amount <= MAX_BYTES:

@@ -33,6 +33,7 @@ from partitioner.plan import Plan
 from partitioner.planner import decide
 from partitioner.prepare import Prepared, check_micro_batches, most_micro_batches, prepare
 from partitioner.prices import Prices
+from partitioner.progress import tell
 from partitioner.quantities import parse_bytes
 from partitioner.runtime.check import check
 from partitioner.runtime.module import ParallelModule
@@ -221,8 +222,10 @@ class Session:
         if given is not None:
             self._belongs(given)
         request = Request("step", self.model.training, self.leaves, True)
+        tell("capturing the model")
         graph = self._graph(request)
         if self._verify:
+            tell("comparing the capture with the model")
             verify_capture(self.model, graph, self.args, self.kwargs, loss=self.loss, targets=self.targets, has_targets=self.has_targets)
         task = Task(
             prepared=lambda micro_batches: self._ready(request, micro_batches),
