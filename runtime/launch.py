@@ -7,7 +7,6 @@ the default group never stands between. Ranks that disagree would hang in their 
 import math
 import os
 import sys
-import uuid
 import weakref
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -17,9 +16,11 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 from torch.distributed import PrefixStore  # type: ignore[attr-defined]  # defined, but not declared as exported
+from torch.distributed.rendezvous import rendezvous
 
 from partitioner.errors import LaunchError, RankError
 from partitioner.runtime import watch
+from partitioner.runtime.meeting import meet
 from partitioner.runtime.together import Peers
 from partitioner.runtime.wire import guarded
 
@@ -101,8 +102,11 @@ def join(expected: int) -> Ranks:
     if not initialised:
         options: dict[str, Any] = {"device_id": device} if device.type == "cuda" else {}
         backend = "nccl" if device.type == "cuda" else "gloo"
+        patience = timedelta(seconds=START_SECONDS)
         try:
-            dist.init_process_group(backend, timeout=timedelta(seconds=START_SECONDS), **options)
+            store, rank, _ = next(iter(rendezvous("env://", timeout=patience)))
+            store = PrefixStore(meet(PrefixStore("start", store), rank, expected, START_SECONDS), store)
+            dist.init_process_group(backend, timeout=patience, store=store, rank=rank, world_size=expected, **options)
         except (RuntimeError, ValueError) as error:
             raise LaunchError(
                 f"{expected} ranks could not be joined by {backend}: {error}. Start all of them with\n    {torchrun_line(expected)}"
@@ -118,12 +122,10 @@ def _group(device: torch.device, seconds: float) -> dist.ProcessGroup:
         return _own[world]
     store = dist.distributed_c10d._get_default_store()
     rank, ranks = dist.get_rank(), dist.get_world_size()
-    _meet(store, rank, ranks)
+    mark = meet(PrefixStore("partitioner", store), rank, ranks, START_SECONDS)
     queued = device.type == "cuda"
     group: dist.ProcessGroup = dist.new_group(timeout=timedelta(seconds=START_SECONDS if queued else seconds), group_desc="partitioner")
-    name: list[Any] = [uuid.uuid4().hex]
-    guarded(lambda: dist.broadcast_object_list(name, group=group, group_src=0, device=device if queued else None), group, "the first message")
-    own, alive = PrefixStore(f"partitioner/{name[0]}", store), weakref.ref(group)
+    own, alive = PrefixStore(mark, store), weakref.ref(group)
 
     def abort() -> None:
         if (waiting := alive()) is not None:
@@ -133,18 +135,6 @@ def _group(device: torch.device, seconds: float) -> dist.ProcessGroup:
     own.wait([f"beat/{other}" for other in range(ranks)], timedelta(seconds=START_SECONDS))
     _own[world] = group
     return group
-
-
-def _meet(store: Any, rank: int, ranks: int) -> None:
-    """Wait until every rank is here: some may have been loading the model for long."""
-    store.set(f"partitioner/{rank}", "")
-    try:
-        store.wait([f"partitioner/{other}" for other in range(ranks)], timedelta(seconds=START_SECONDS))
-    except RuntimeError as error:
-        missing = [str(other) for other in range(ranks) if not store.check([f"partitioner/{other}"])]
-        raise LaunchError(
-            f"ranks {', '.join(missing[:8])} of {ranks} did not call auto_parallelize within {START_SECONDS:g} s of rank {rank}; each must"
-        ) from error
 
 
 def broadcast_object(value: T | None, ranks: Ranks) -> T:

@@ -80,9 +80,11 @@ class Watch:
         return self.found
 
     def fail(self, error: BaseException) -> None:
-        """Let the peers know that this rank cannot finish what it is doing."""
-        self._left, self._follows, self._beats_at = f"failed {self.place.text()} with {_short(error)}", isinstance(error, PeerError), 0.0
-        self._wake.set()
+        """Let the peers know that this rank cannot finish what it is doing; the process may end at once, so this is written before."""
+        with self._turned:
+            self._left, self._follows, self._beats_at = f"failed {self.place.text()} with {_short(error)}", isinstance(error, PeerError), 0.0
+            self._wake.set()
+            self._turned.wait_for(lambda: self._beats_at or self._lost, timeout=1.0)
 
     def recovered(self) -> None:
         """Take back what `fail` said: all ranks failed alike and go on together."""
@@ -250,9 +252,8 @@ def of(group: dist.ProcessGroup | None) -> Watch | None:
     return None if group is None else _watches.get(group)
 
 
-def failure(group: dist.ProcessGroup | None, what: str, error: BaseException) -> PeerError:
-    """The error to raise where `what`, a collective of `group`, failed with `error`."""
-    watch = of(group)
+def failure(watch: Watch | None, what: str, error: BaseException) -> PeerError:
+    """The error to raise where the collective `what` failed with `error`."""
     if watch is not None:
         return watch.explain(what, error)
     return PeerError(f"{what} could not be completed, because a peer died, stopped or left the program: {_short(error)}")
@@ -274,7 +275,7 @@ class Playing:
         self.place.enter()
         try:
             yield
-        except Exception as error:
+        except BaseException as error:  # sys.exit too ends what the peers wait for
             if watch is None or error is watch.found:
                 raise
             if watch.found is not None or isinstance(error, PeerError):  # an aborted collective may fail with anything

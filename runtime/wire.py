@@ -81,12 +81,15 @@ class Handle:
 
 def guarded(call: Callable[[], Any], group: dist.ProcessGroup | None, what: str) -> Any:
     """`call`, which talks to the ranks of `group`; its failure is a PeerError that says who is missing."""
+    watched = watch.of(group)
+    if watched is not None:
+        watched.place.line += 1  # a peer that is not here yet is one behind
     try:
         return call()
     except torch.OutOfMemoryError:
         raise
     except RuntimeError as error:
-        raise watch.failure(group, what, error) from error
+        raise watch.failure(watched, what, error) from error
 
 
 def _holders(tensor: Tensor) -> int:
