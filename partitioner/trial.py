@@ -1,6 +1,6 @@
 """Try a choice: lower it to step programs and simulate them, rank by rank."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -103,21 +103,24 @@ def trial(task: Task, prepared: Prepared, choice: Choice) -> tuple[Trial, ...]:
         accumulation=partial(accumulate_seconds, cluster=task.cluster),
         prefetch=task.cluster.overlap,
     )
-    trials = []
+    trials: list[Trial] = []
+    played: dict[Hashable, Simulation] = {}  # ranks with as many rows that step on equal shapes do the same
     for program in programs:
         ghosts = UnitBytes.of(choice.units, task.shapes, task.ranks, program.rank)
         local = [shape for ghost in ghosts.values() for shape in ghost.local_shapes()]
-        state, temporary = planned_bytes(task.optimizer, local, task.cluster.device)
-        simulation = simulate(
-            program,
-            bytes_of=task.fixed_bytes,
-            unit_bytes=ghosts,
-            optimizer_state_bytes=state,
-            optimizer_temporary_bytes=temporary,
-            optimizer_seconds=task.optimizer_seconds(local),
-            overlap=task.cluster.overlap,
-        )
-        trials.append(Trial(program, simulation))
+        alike = (program.rows, program.whole_rows, tuple(local))
+        if alike not in played:
+            state, temporary = planned_bytes(task.optimizer, local, task.cluster.device)
+            played[alike] = simulate(
+                program,
+                bytes_of=task.fixed_bytes,
+                unit_bytes=ghosts,
+                optimizer_state_bytes=state,
+                optimizer_temporary_bytes=temporary,
+                optimizer_seconds=task.optimizer_seconds(local),
+                overlap=task.cluster.overlap,
+            )
+        trials.append(Trial(program, played[alike]))
     return tuple(trials)
 
 

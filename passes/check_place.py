@@ -14,6 +14,8 @@ One pass over the graph; the rules are looked up, not computed again.
 """
 
 import operator
+from collections.abc import KeysView
+from functools import cache
 from typing import Any, NoReturn
 
 import torch
@@ -52,7 +54,7 @@ class _Check:
         self.graph, self.cuts, self.outputs = graph, cuts, outputs
         self.scalars = {given.name: node for node, given in zip(graph.placeholders, graph.inputs, strict=True) if given.kind == "scalar"}
         self.total: int | None = None
-        self._seen: set[tuple[int, tuple[Where, ...], tuple[Where, ...]]] = set()  # legal combinations, by rule: deep models repeat them
+        self._seen: set[tuple[int, ...]] = set()  # legal combinations, by rule and placements, themselves: deep models repeat them
 
     def run(self) -> None:
         for node, given, cut in zip(self.graph.placeholders, self.graph.inputs, self.cuts, strict=True):
@@ -104,7 +106,7 @@ class _Check:
         arguments = tensor_arguments(node)
         rule = describe(node)
         places = [_place(a) for a in arguments]
-        combination = (id(rule), tuple(places), results)
+        combination = (id(rule), *map(id, places), *map(id, results))
         legal = None if combination in self._seen else self._legal(node, rule, places, results)
         self._seen.add(combination)
         if legal is not None:
@@ -165,7 +167,9 @@ class _Check:
         """Size arguments speak of local sizes."""
         if not isinstance(node.target, torch._ops.OpOverload):
             return
-        names = [argument.name for argument in node.target._schema.arguments]
+        names = _argument_names(node.target)
+        if names.isdisjoint(_SIZES):
+            return
         given: dict[str, Any] = dict(zip(names, node.args, strict=False)) | dict(node.kwargs)
         name = next((name for name in _SIZES if isinstance(given.get(name), (list, tuple))), None)
         if name is None:
@@ -200,6 +204,12 @@ class _Check:
             name = "key_local" if isinstance(place, Cut) else "key_shared"
             if node.args[6] is not self.scalars.get(name):
                 _fail(node, f"draws a value placed {place} with {node.args[6]} in place of {name}")
+
+
+@cache
+def _argument_names(target: torch._ops.OpOverload) -> KeysView[str]:
+    """In the order of the schema."""
+    return dict.fromkeys(argument.name for argument in target._schema.arguments).keys()
 
 
 def _place(node: fx.Node) -> Where:

@@ -21,6 +21,7 @@ from torch import fx
 
 from partitioner.passes.graph import Graph
 from partitioner.passes.rules import describe, tensor_arguments
+from partitioner.passes.rules.describe import Dim
 
 Atoms = tuple[int, ...]
 Shape = tuple[Atoms, ...]
@@ -90,6 +91,8 @@ class Dims:
 
     def unify(self, left: Atoms, right: Atoms) -> bool:
         """Make two products equal, factor by factor from the left; False where the sizes do not factor (nothing more is learnt)."""
+        if left == right:
+            return True
         a, b = list(self.roots(left)), list(self.roots(right))
         while a and b:
             x, y = a[0], b[0]
@@ -170,7 +173,7 @@ class Dims:
                     for label in name:
                         if label not in labels:
                             labels[label] = self.fresh(rule.sizes[label])
-                    self.unify(dim, tuple(a for label in name for a in labels[label]))
+                    self.unify(dim, self._product(name, labels))
         made: list[Shape | None] = []
         for names in rule.outputs:
             if names is None:
@@ -180,9 +183,15 @@ class Dims:
                 for label in name:
                     if label not in labels:
                         labels[label] = self.fresh(rule.sizes[label])
-            made.append(tuple(tuple(a for label in name for a in labels[label]) for name in names))
+            made.append(tuple([self._product(name, labels) for name in names]))
         self._shapes[node] = tuple(made)
         self._labels[node] = labels
+
+    @staticmethod
+    def _product(name: Dim, labels: dict[str, Atoms]) -> Atoms:
+        if len(name) == 1:
+            return labels[name[0]]
+        return tuple([atom for label in name for atom in labels[label]])
 
     def _fresh_shapes(self, results: tuple[object, ...]) -> tuple[Shape | None, ...]:
         return tuple(tuple(self.fresh(int(s)) for s in r.shape) if isinstance(r, torch.Tensor) else None for r in results)

@@ -38,17 +38,20 @@ class _Probe:
 
     def __init__(self, numbers: dict[fx.Node, Any]) -> None:
         self._numbers = numbers
-        self._known: dict[Any, Reach] = {}
+        self._known: dict[Any, dict[int, Reach]] = {}
 
-    def reach(self, node: fx.Node, source: fx.Node) -> Reach:
-        if not _differentiable(source.meta["val"]):
-            return (False,) * len(_results(node.meta["val"]))
-        inputs = [n for n in node.all_input_nodes if n not in self._numbers]
-        results = tuple(v.dtype if isinstance(v, Tensor) else None for v in _results(node.meta["val"]))
-        key = (node.target, inputs.index(source), tuple(n.meta["val"].dtype for n in inputs), results)
-        if key not in self._known:
-            self._known[key] = self._ask(node, source, inputs)
-        return self._known[key]
+    def reach(self, node: fx.Node, inputs: list[fx.Node], sources: set[fx.Node]) -> dict[fx.Node, Reach]:
+        """What `sources`, some of the op's tensor inputs, reach."""
+        value = node.meta["val"]
+        results = value.dtype if isinstance(value, Tensor) else tuple([v.dtype if isinstance(v, Tensor) else None for v in _results(value)])
+        known = self._known.setdefault((node.target, results, *[n.meta["val"].dtype for n in inputs]), {})
+        found = {}
+        for at, source in enumerate(inputs):
+            if source in sources:
+                if at not in known:
+                    known[at] = self._ask(node, source, inputs) if _differentiable(source.meta["val"]) else (False,) * len(_results(value))
+                found[source] = known[at]
+        return found
 
     def _ask(self, node: fx.Node, source: fx.Node, inputs: list[fx.Node]) -> Reach:
         with FakeTensorMode(), torch.enable_grad():
@@ -109,11 +112,11 @@ def gradient_flow(graph: Graph) -> Flow:
             if any(reach[index] for reach in reached.get(source, {}).values()):
                 requires.add(node)
             continue
-        sources = [n for n in node.all_input_nodes if n in requires]
-        if not sources:
+        inputs = node.all_input_nodes
+        if requires.isdisjoint(inputs):
             continue
-        found = {source: probe.reach(node, source) for source in sources}
-        if any(any(reach) for reach in found.values()):
+        found = probe.reach(node, [n for n in inputs if n not in constants], requires)
+        if any(map(any, found.values())):
             reached[node] = found
             if isinstance(node.meta["val"], Tensor):
                 requires.add(node)

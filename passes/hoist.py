@@ -59,7 +59,7 @@ def _of_inputs_alone(graph: Graph, described: dict[fx.Node, Input]) -> list[fx.N
         if node.op == "placeholder":
             if described[node].kind in ("input", "constant") or described[node].name in ("rows", "start"):
                 alone.add(node)
-        elif node.op == "call_function" and node.target is not _DRAW and all(a in alone for a in node.all_input_nodes):
+        elif node.op == "call_function" and node.target is not _DRAW and alone.issuperset(node.all_input_nodes):
             alone.add(node)
     return [n for n in graph.module.graph.nodes if n in alone and n.target in collective_ops()]
 

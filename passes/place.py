@@ -51,6 +51,10 @@ def _is_tensor(node: fx.Node) -> bool:
     return isinstance(node.meta.get("val"), (torch.Tensor, tuple, list))
 
 
+_Known = tuple[int, tuple[Where, ...]]
+"""An op by its rule, which equal ops of a deep model share, and the placements of its arguments: decided once."""
+
+
 class _Placer:
     def __init__(self, graph: Graph, dims: Dims, batch: Batch | None, axis: str) -> None:
         self.graph, self.dims, self.batch, self.axis = graph, dims, batch, axis
@@ -61,7 +65,8 @@ class _Placer:
         self.scalars: dict[str, fx.Node] = {}
         self.sizes: dict[int, fx.Node] = {}
         self.made: dict[fx.Node, tuple[fx.Node, list[fx.Node]]] = {}  # new node made in local size -> the old node and the new arguments
-        self.decided: dict[tuple[int, tuple[Where, ...]], tuple[list[Where], Places]] = {}  # (rule, placements) -> those wanted, those made
+        self.decided: dict[_Known, tuple[list[Where] | None, Places]] = {}  # placements wanted where they are others than those given, those made
+        self.local: dict[_Known, tuple[dict[int, Any], dict[str, Any]]] = {}  # arguments and keywords that are local sizes
         self.fallbacks: list[Fallback] = []
         self.at: fx.Node | None = None  # the old node being placed: gives new nodes their module and source
 
@@ -101,10 +106,11 @@ class _Placer:
         main = graph.with_module(module_of(self.new), inputs=tuple(inputs))
         whole = whole_share(main)
         prologue, main, cuts = hoist(main, cuts)
+        collective = {id(op) for op in collective_ops()}
         remaining = tuple(
             f"{str(n.target).removeprefix('partitioner.').removesuffix('.default')} in {n.meta.get('module') or 'the loss'}"
             for n in main.module.graph.nodes
-            if n.target in collective_ops()
+            if id(n.target) in collective
         )
         placed = Placed(main.check(), prologue, tuple(cuts), tuple(where), tuple(self.fallbacks), remaining, whole)
         check_placed(placed)
@@ -139,19 +145,19 @@ class _Placer:
     def _op(self, node: fx.Node, arguments: list[fx.Node]) -> fx.Node:
         """Place one op whose tensor arguments are these new nodes (in any placement)."""
         rule = describe(node)
-        read = [rule is None or names is not None for names in (rule.inputs if rule else arguments)]  # what an op does not read may lie anywhere
-        places = [self._of(a) if r else REPLICATE for a, r in zip(arguments, read, strict=True)]
-        if PARTIAL in places:
-            if rule is not None and (passed := self._linear(rule, places)) is not None:
-                return self._emit(node, self._all_to(arguments, read, [PARTIAL if i in passed else REPLICATE for i in range(len(read))]), PARTIAL)
-            places = [REPLICATE if p == PARTIAL else p for p in places]
-            arguments = self._all_to(arguments, read, places)
-        if not any(isinstance(p, Cut) for p in places):
-            return self._whole(node, arguments, rule)
-        known = (id(rule), tuple(places))  # equal ops of a deep model are decided once
+        known = id(rule), tuple([self._of(a) for a in arguments])
         if known in self.decided:
             wanted, after = self.decided[known]
-            return self._emit(node, self._all_to(arguments, read, wanted), after)
+            return self._emit(node, arguments if wanted is None else self._all_to(arguments, wanted), after, known)
+        read = [rule is None or names is not None for names in (rule.inputs if rule else arguments)]  # what an op does not read may lie anywhere
+        places = [place if r else REPLICATE for place, r in zip(known[1], read, strict=True)]
+        if PARTIAL in places:
+            if rule is not None and (passed := self._linear(rule, places)) is not None:
+                return self._emit(node, self._all_to(arguments, [PARTIAL if i in passed else REPLICATE for i in range(len(read))], read), PARTIAL)
+            places = [REPLICATE if p == PARTIAL else p for p in places]
+            arguments = self._all_to(arguments, places, read)
+        if not any(isinstance(p, Cut) for p in places):
+            return self._whole(node, arguments, rule)
         if rule is None:
             return self._replicated(node, arguments, read, "it has no sharding rule")
         found = self._choose(rule, places)
@@ -161,14 +167,18 @@ class _Placer:
             if (inside := finer(node)) is not None:
                 return self._decomposed(node, arguments, inside)
             return self._replicated(node, arguments, read, "it mixes the rows of the batch")
-        wanted = [REPLICATE if names is None else carried(found, names, rule.sizes) or REPLICATE for names in rule.inputs]
+        wanted = [
+            given if names is None else carried(found, names, rule.sizes) or REPLICATE
+            for given, names in zip(map(self._of, arguments), rule.inputs, strict=True)
+        ]
         results = [carried(found, names, rule.sizes) or PARTIAL if names is not None else REPLICATE for names in rule.outputs]
         after = tuple(results) if isinstance(node.meta["val"], (tuple, list)) else results[0]
-        self.decided[known] = wanted, after
-        return self._emit(node, self._all_to(arguments, read, wanted), after)
+        self.decided[known] = None if tuple(wanted) == known[1] else wanted, after
+        return self._emit(node, self._all_to(arguments, wanted), after, known)
 
-    def _all_to(self, arguments: list[fx.Node], read: list[bool], places: Sequence[Where]) -> list[fx.Node]:
-        return [self._to(a, place) if r else a for a, r, place in zip(arguments, read, places, strict=True)]
+    def _all_to(self, arguments: list[fx.Node], places: Sequence[Where], read: Sequence[bool] | None = None) -> list[fx.Node]:
+        """The arguments so placed; those that are not read as they are."""
+        return [self._to(a, place) if r else a for a, place, r in zip(arguments, places, read or (True,) * len(places), strict=True)]
 
     def _choose(self, rule: OpDims, places: Sequence[Where]) -> tuple[str, int, int] | None:
         """The label to cut: preferably one that may be cut and that an output keeps; ties go to the first argument."""
@@ -202,7 +212,7 @@ class _Placer:
     def _replicated(self, node: fx.Node, arguments: list[fx.Node], read: list[bool], why: str) -> fx.Node:
         at = self.at or node
         self.fallbacks.append(Fallback(str(node.target), at.meta.get("module") or "", at.meta.get("source") or "", why))
-        return self._emit(node, self._all_to(arguments, read, [REPLICATE] * len(read)), REPLICATE)
+        return self._emit(node, self._all_to(arguments, [REPLICATE] * len(read), read), REPLICATE)
 
     def _decomposed(self, node: fx.Node, arguments: list[fx.Node], inside: fx.Graph) -> fx.Node:
         """Place each of the finer ops."""
@@ -239,30 +249,49 @@ class _Placer:
     def _call(self, target: Any, args: Any, kwargs: Any, value: object, place: Places) -> fx.Node:
         if target is operator.getitem and args[0].target is _tuple:  # results of a decomposition are separate nodes
             return args[0].args[args[1]]  # type: ignore[no-any-return]
-        node = self.new.call_function(target, args, kwargs)
+        node = self.new.call_function(target)
+        node.args = args  # given at once, fx would search them, entry by entry, for symbolic numbers
+        if kwargs:
+            node.kwargs = kwargs
         self._record(node, value, place)
         return node
 
-    def _emit(self, node: fx.Node, arguments: list[fx.Node], place: Places) -> fx.Node:
+    def _emit(self, node: fx.Node, arguments: list[fx.Node], place: Places, known: _Known | None = None) -> fx.Node:
         """The same op on converted arguments, its size arguments in local sizes. One place stands for all results."""
         queue, value = iter(arguments), node.meta["val"]
-        values = value if isinstance(value, (tuple, list)) else (value,)
-        places = place if isinstance(place, tuple) else (place,) * len(values)
-        random_key = self.scalars["key_local"] if isinstance(places[0], Cut) else self.scalars["key_shared"]
+        many = isinstance(value, (tuple, list))
+        places = place if isinstance(place, tuple) else (place,) * (len(value) if many else 1)
 
         def convert(old: fx.Node) -> fx.Node:
             if isinstance(old.meta.get("val"), torch.Tensor):
                 return next(queue)
             new = self.env[old]
-            return random_key if new is self.scalars["key_shared"] else new
+            return self.scalars["key_local"] if new is self.scalars["key_shared"] and isinstance(places[0], Cut) else new
 
-        args, kwargs = map_arg(node.args, convert), map_arg(node.kwargs, convert)
-        if any(isinstance(p, Cut) for p in (*places, *map(self._of, arguments))):
-            shapes = [self._local(v, p) if isinstance(v, torch.Tensor) else None for v, p in zip(values, places, strict=True)]
-            args, kwargs = localise(node.target, args, kwargs, shapes)  # type: ignore[arg-type]
-        new = self._call(node.target, args, kwargs, value, places if isinstance(value, (tuple, list)) else places[0])
+        args: Any = map_arg(node.args, convert)
+        kwargs: Any = map_arg(node.kwargs, convert) if node.kwargs else {}
+        found = None if known is None else self.local.get(known)
+        if found is None:
+            found = self._sizes(node, args, kwargs, value if many else (value,), places, arguments)
+            if known is not None:
+                self.local[known] = found
+        if found[0]:
+            args = tuple([found[0].get(at, entry) for at, entry in enumerate(args)])
+        new = self._call(node.target, args, kwargs | found[1] if found[1] else kwargs, value, places if many else places[0])
         new.meta[DIMS] = describe(node)  # named dims do not depend on where the op is placed
         return new
+
+    def _sizes(
+        self, node: fx.Node, args: Any, kwargs: Any, values: Sequence[Any], places: tuple[Where, ...], arguments: list[fx.Node]
+    ) -> tuple[dict[int, Any], dict[str, Any]]:
+        """Which arguments, by position, and which keywords speak of local sizes, and those sizes."""
+        if not any(isinstance(p, Cut) for p in (*places, *map(self._of, arguments))):
+            return {}, {}
+        shapes = [self._local(v, p) if isinstance(v, torch.Tensor) else None for v, p in zip(values, places, strict=True)]
+        local, named = localise(node.target, args, kwargs, shapes)  # type: ignore[arg-type]
+        return {at: new for at, (old, new) in enumerate(zip(args, local, strict=True)) if new is not old}, {
+            name: new for name, new in named.items() if new is not kwargs.get(name)
+        }
 
     def _local(self, value: torch.Tensor, place: Where) -> list[object]:
         shape: list[object] = [int(s) for s in value.shape]

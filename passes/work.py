@@ -15,23 +15,25 @@ _ops = torch.ops.partitioner
 
 def whole_share(graph: Graph) -> float:
     """The share, 0 … 1, of the FLOPs and of the elements written by ops that depend on inputs that every rank does whole; 0 where there are none."""
-    moved = {*collective_ops(), _ops.shard.default, _ops.share.default, operator.getitem}
+    moved = {id(op) for op in (*collective_ops(), _ops.shard.default, _ops.share.default, operator.getitem)}
     dependent = {node for node, given in zip(graph.placeholders, graph.inputs, strict=True) if given.kind == "input"}
     whole = spread = 0
-    known: dict[int, tuple[OpDims, int]] = {}
+    known: dict[int, tuple[OpDims, int]] = {}  # descriptions of equal ops are one object (rules.describe_call)
     for node in graph.module.graph.nodes:
-        if node.op != "call_function" or not any(a in dependent for a in node.all_input_nodes):
+        if node.op != "call_function" or dependent.isdisjoint(node.all_input_nodes):
             continue
         dependent.add(node)
-        if node.target in moved or "placement" not in node.meta:
+        if id(node.target) in moved or "placement" not in node.meta:
             continue
         place = node.meta["placement"]
         place = place[0] if isinstance(place, tuple) else place
-        work = _elements(node.meta["val"])
-        if (rule := describe(node)) is not None:
-            if id(rule) not in known:  # descriptions of equal ops are one object (rules.describe_call)
-                known[id(rule)] = rule, _flops(rule)
-            work += known[id(rule)][1]
+        rule = describe(node)
+        if rule is None:
+            work = _elements(node.meta["val"])
+        else:
+            if id(rule) not in known:
+                known[id(rule)] = rule, _elements(node.meta["val"]) + _flops(rule)
+            work = known[id(rule)][1]
         if place == REPLICATE:
             whole += work
         else:

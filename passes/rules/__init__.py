@@ -11,13 +11,14 @@ einsum.py, reshaping.py, views.py, pieces.py, reduction.py, norms.py, attention.
 sums.py and loss_means.py hold the decompositions, sizes.py localise, flops.py the backward costs.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from functools import lru_cache
 from typing import Any
 
 import sympy
 from torch import Tensor, fx
 from torch._ops import OpOverload
+from torch.fx.node import map_arg
 
 from partitioner.passes.rules import (
     attention,
@@ -50,21 +51,19 @@ DIMS = "dims"
 _FILES = (attention, contraction, conv, einsum, factory, index, loss_means, losses, norms, pieces, pointwise, reduction, rnn, sums, views)
 
 
-def _nodes(value: Any) -> Iterator[fx.Node]:
-    if isinstance(value, fx.Node):
-        if isinstance(value.meta.get("val"), Tensor):
-            yield value
-    elif isinstance(value, (list, tuple)):
-        for entry in value:
-            yield from _nodes(entry)
-    elif isinstance(value, dict):
-        for entry in value.values():
-            yield from _nodes(entry)
-
-
 def tensor_arguments(node: fx.Node) -> list[fx.Node]:
     """The nodes that hold one tensor, in the order of flattening args then kwargs, duplicates kept, lists flattened."""
-    return [*_nodes(node.args), *_nodes(node.kwargs)]
+    found: list[fx.Node] = []
+
+    def note(one: fx.Node) -> fx.Node:
+        if isinstance(one.meta.get("val"), Tensor):
+            found.append(one)
+        return one
+
+    map_arg(node.args, note)
+    if node.kwargs:
+        map_arg(node.kwargs, note)
+    return found
 
 
 def _key(node: fx.Node) -> tuple[OpOverload, tuple[Any, ...], tuple[Any, ...], tuple[Spec | None, ...]] | None:

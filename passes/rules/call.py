@@ -3,6 +3,7 @@
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from enum import Enum
+from functools import lru_cache
 from math import prod
 from typing import Any
 
@@ -23,6 +24,15 @@ class Spec:
         return prod(self.shape)
 
 
+@lru_cache(maxsize=65536)
+def _spec(shape: torch.Size, dtype: torch.dtype) -> Spec:
+    """One object for equal tensors, which compare at once."""
+    return Spec(tuple(shape), dtype)
+
+
+_PLAIN = frozenset((int, float, bool, str, type(None)))
+
+
 class Late(Enum):
     """Stands for a scalar that is known at run time only (a random key, a number of rows)."""
 
@@ -31,12 +41,14 @@ class Late(Enum):
 
 def frozen(value: Any) -> Any:
     """A hashable copy of an op argument: tensors (real, fake, or nodes that hold one) as Spec, lists as tuples, scalar nodes as Late."""
+    if type(value) in _PLAIN:
+        return value
     if isinstance(value, fx.Node):
         value = value.meta.get("val")
         if not isinstance(value, torch.Tensor):
             return Late.SCALAR
     if isinstance(value, torch.Tensor):
-        return Spec(tuple(value.shape), value.dtype)
+        return _spec(value.shape, value.dtype)
     if isinstance(value, (list, tuple)):
         return tuple([frozen(entry) for entry in value])
     if isinstance(value, dict):
