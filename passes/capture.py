@@ -8,6 +8,7 @@
  6. name inputs and outputs: ties merged, what is unused dropped
 """
 
+import gc
 import operator
 import warnings
 from collections.abc import Callable, Iterator
@@ -111,7 +112,10 @@ def capture(
     functional, results = functionalize(graph_module, fakes.mode, "model", _merged(labels))
     outputs = [Output("loss")] if mode == "loss" else [Output("output", path) for path in out["paths"]]
     literals = {path: leaf for path, leaf in leaves if not isinstance(leaf, Tensor)}
-    return _assemble(functional, results, outputs, labels, state, in_spec, out.get("spec"), literals, training)
+    graph = _assemble(functional, results, outputs, labels, state, in_spec, out.get("spec"), literals, training)
+    del exported, graph_module, labels, functional, results, root
+    gc.collect(0)  # export leaves cycles of many times the graph's size, which a caller without the collector would keep
+    return graph
 
 
 def _export(root: Root, model: nn.Module, inputs: tuple[Tensor, ...], fakes: Fakes) -> Any:
