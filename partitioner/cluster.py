@@ -22,6 +22,7 @@ Collective = Literal["all_gather", "reduce_scatter", "all_reduce"]
 
 MAX_FILE_BYTES = 64 * 1024
 MAX_DEVICES = 1_000_000
+MAX_DOTS = 200
 
 Rate = Annotated[float, Field(gt=0, le=1e19, allow_inf_nan=False)]
 Duration = Annotated[float, Field(ge=0, le=10.0, allow_inf_nan=False)]
@@ -165,6 +166,8 @@ def _from_text(text: str) -> Cluster:
 
 
 def _parsed(text: str, where: str) -> Cluster:
+    if any(line.count(".") > MAX_DOTS for line in text.splitlines()):  # a key of thousands of parts takes tomllib minutes and gigabytes
+        raise ClusterError(f"{where} has a line with more than {MAX_DOTS} dots; compare it with the presets in partitioner/clusters")
     try:
         data = tomllib.loads(text)
     except (tomllib.TOMLDecodeError, RecursionError, ValueError) as error:
@@ -178,17 +181,20 @@ def _validated(data: dict[str, Any], where: str) -> Cluster:
     try:
         return Cluster.model_validate(data)
     except ValidationError as error:
-        raise ClusterError(f"{where} is no cluster: {problems(error)}; compare it with the presets in partitioner/clusters") from None
+        raise ClusterError(f"{where} is no cluster: {problems(error, data)}; compare it with the presets in partitioner/clusters") from None
 
 
-def problems(error: ValidationError) -> str:
-    """The first few problems that validation found, one line: `intra.alpha_seconds: Input should be a finite number (nan)`."""
+def problems(error: ValidationError, data: Any) -> str:
+    """The first few problems that validation found in `data`, one line: `intra.alpha_seconds: Input should be a finite number (found nan)`."""
     lines = []
-    for item in error.errors(include_url=False)[:4]:
+    for item in error.errors(include_url=False, include_input=False)[:4]:  # inputs would be copied, the whole of `data` for every missing field
         place = ".".join(str(part)[:60] for part in item["loc"][:8]) or "the whole"
-        told = item["type"] in ("missing", "json_invalid") or isinstance(item["input"], dict | list | BaseModel)
-        value = "" if told else f" (found {_brief(item['input'])})"
-        lines.append(f"{place}: {item['msg'][:200]}{value}")
+        value = data
+        for part in item["loc"]:
+            known = (isinstance(value, dict) and part in value) or (isinstance(value, list) and isinstance(part, int) and part < len(value))
+            value = value[part] if known else None
+        told = item["type"] in ("missing", "json_invalid") or value is None or isinstance(value, dict | list | BaseModel)
+        lines.append(f"{place}: {item['msg'][:200]}" + ("" if told else f" (found {_brief(value)})"))
     more = error.error_count() - len(lines)
     return "; ".join(lines) + (f"; and {more} more" if more else "")
 

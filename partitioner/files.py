@@ -24,7 +24,7 @@ def read_text(path: Path, limit_bytes: int, error: type[PartitionerError], what:
     if len(data) > limit_bytes:
         raise error(f"{path} holds {max(status.st_size, len(data)):,} bytes; a {what} has at most {limit_bytes:,}")
     try:
-        return data.decode("utf-8")
+        return data.decode("utf-8-sig")  # editors that write a byte order mark mean no harm
     except UnicodeDecodeError as problem:
         raise error(f"{path} is no UTF-8 text (byte {problem.start}), so it can be no {what}") from None
 

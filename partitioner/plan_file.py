@@ -17,6 +17,7 @@ from partitioner.plan import PLAN_VERSION, Plan
 
 MAX_FILE_BYTES = 4 * 1024 * 1024
 MAX_VALUES = 50_000
+_MAX_COMMAS = 3 * MAX_VALUES  # between values; names may hold some too
 _LINE = 140
 
 
@@ -42,6 +43,8 @@ def loads(text: str) -> Plan:
 
 
 def _checked(text: str, where: str) -> Plan:
+    if text.count(",") > _MAX_COMMAS:  # before it is parsed: a million of empty lists take memory too
+        raise PlanError(f"{where} holds more than {MAX_VALUES:,} values; no plan is that long")
     try:
         data = json.loads(text, parse_constant=_refuse_constant, object_pairs_hook=_distinct)
     except RecursionError:
@@ -56,10 +59,12 @@ def _checked(text: str, where: str) -> Plan:
         raise PlanError(f"{where} has {shown}; this release reads plans of version {PLAN_VERSION}: make the plan again with make_plan(…)")
     if _size(data) > MAX_VALUES:
         raise PlanError(f"{where} holds more than {MAX_VALUES:,} values; no plan is that long")
+    if missing := [name for name, field in Plan.model_fields.items() if field.is_required() and name not in data]:
+        raise PlanError(f"{where} is no plan: it has no {', '.join(missing)}; write it with plan.save(…)")
     try:
         return Plan.model_validate_json(json.dumps(data, allow_nan=False))
     except ValidationError as error:
-        raise PlanError(f"{where} is no plan: {problems(error)}") from None
+        raise PlanError(f"{where} is no plan: {problems(error, data)}") from None
     except (ValueError, RecursionError) as error:
         raise PlanError(f"{where} is no plan: {str(error)[:200]}") from None
 

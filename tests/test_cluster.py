@@ -91,6 +91,7 @@ def test_gpus_that_are_none(gpus: object, says: str) -> None:
         ('name = "h100-sxm"', "name = ", "no TOML"),
         ('name = "h100-sxm"', "name = " + "[" * 60_000, "no TOML"),
         ('name = "h100-sxm"', "name = '" + "x" * 100_000 + "'", "at most"),
+        ('name = "h100-sxm"', "name" + ".a" * 30_000 + " = 1", "more than 200 dots"),
     ],
 )
 def test_files_that_are_no_clusters(tmp_path: Path, old: str, new: str, says: str) -> None:
