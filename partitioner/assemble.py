@@ -133,6 +133,13 @@ def _saved_set(prepared: Prepared, cls: str, decision: Decision, point: Point, m
     )
 
 
+def cuts_of(prepared: Prepared) -> dict[str, int | None]:
+    """Which dim of every input leaf is cut."""
+    placed = prepared.placed
+    described = zip(placed.graph.inputs, placed.cuts, strict=True)
+    return {leaf.name: None if cut is None else cut.dim for leaf, cut in described if leaf.kind == "input"}
+
+
 def decisions_of(plan: plans.Plan, prepared: Prepared, parameters: tuple[str, ...], limit: int) -> tuple[Choice, tuple[Point, ...]]:
     """The plan's decisions for this capture. Raises PlanError where its blocks or saved values are not the capture's."""
     blocks = prepared.blocks.blocks

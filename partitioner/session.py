@@ -14,12 +14,12 @@ from torch.nn.utils.stateless import _reparametrize_module
 from torch.utils._pytree import tree_unflatten
 
 from partitioner.alternatives import Alternatives
-from partitioner.assemble import assemble, decisions_of
+from partitioner.assemble import assemble, cuts_of, decisions_of
 from partitioner.calibrate import core_share, local_device
 from partitioner.cluster import Cluster
 from partitioner.constraints import parse
 from partitioner.cost import accumulate_seconds
-from partitioner.errors import BatchError, ConstraintError, InputError, PartitionerError, PlanError
+from partitioner.errors import BatchError, CaptureError, ConstraintError, InputError, OptimizerError, PartitionerError, PlanError
 from partitioner.examples import example_call
 from partitioner.fingerprint import described, facts, fingerprint
 from partitioner.lower import Choice, Decision, lower
@@ -27,11 +27,12 @@ from partitioner.op_times import OpTimes
 from partitioner.options import FRONTIER_POINTS
 from partitioner.passes.capture import capture
 from partitioner.passes.graph import Graph
+from partitioner.passes.trained import trained
 from partitioner.passes.tree import map_tensors, named_leaves
 from partitioner.passes.verify import verify as verify_capture
 from partitioner.plan import Plan
 from partitioner.planner import decide
-from partitioner.prepare import Prepared, check_micro_batches, most_micro_batches, prepare
+from partitioner.prepare import AXIS, Prepared, check_micro_batches, most_micro_batches, prepare
 from partitioner.prices import Prices
 from partitioner.progress import tell
 from partitioner.quantities import parse_bytes
@@ -57,6 +58,16 @@ def _no_collection() -> Iterator[None]:
 
 def _prepared(graph: Graph, batch_dim: Any, prices: Prices, ranks: int, in_time: bool) -> Prepared:
     return prepare(graph, batch_dim=batch_dim, ranks=ranks, in_time=in_time, seconds=replace(prices, ranks=ranks).op)
+
+
+def _dim(number: int | None) -> str:
+    return "no dim" if number is None else f"dim {number}"
+
+
+def _refuse_empty(leaves: Mapping[str, Any]) -> None:
+    for path, leaf in leaves.items():
+        if isinstance(leaf, Tensor) and leaf.dim() and not leaf.numel():
+            raise BatchError(f"{path} has shape {tuple(leaf.shape)}: there is nothing to compute; pass a batch with rows")
 
 
 class Session:
@@ -91,6 +102,13 @@ class Session:
             raise PartitionerError(
                 f"precision={precision!r} is not available yet; write precision='fp32', or use torch.autocast inside the model's forward"
             )
+        if not isinstance(optimizer, str):
+            kind = optimizer.__name__ if isinstance(optimizer, type) else type(optimizer).__name__
+            raise OptimizerError(
+                f"optimizer is {kind}; write the name that memory is planned for, such as optimizer='adamw', and make the optimizer itself "
+                "afterwards, on parallel.parameters()"
+            )
+        self.precision = precision
         self.model, self.loss, self.optimizer = model, loss, optimizer
         self.targets = map_tensors(Tensor.contiguous, example_targets)
         self.has_targets = example_targets is not None
@@ -100,8 +118,7 @@ class Session:
         self.constraints = parse(constraints, self.ranks)
         self.memory_bytes = None if memory is None else parse_bytes(memory)
         self.leaves: dict[str, Any] = dict(named_leaves(self.args, self.kwargs, self.targets, self.has_targets)[0])
-        if empty := [path for path, leaf in self.leaves.items() if isinstance(leaf, Tensor) and leaf.dim() and not leaf.numel()]:
-            raise BatchError(f"{empty[0]} has shape {tuple(self.leaves[empty[0]].shape)}: there is nothing to compute; pass a batch with rows")
+        _refuse_empty(self.leaves)
         self.batch_dim = self._batch_dims(batch_dim)
         self.fingerprint = fingerprint(model, self.leaves)
         every = shapes_of(model)
@@ -224,6 +241,7 @@ class Session:
         request = Request("step", self.model.training, self.leaves, True)
         tell("capturing the model")
         graph = self._graph(request)
+        self._teachable(graph)
         if self._verify:
             tell("comparing the capture with the model")
             verify_capture(self.model, graph, self.args, self.kwargs, loss=self.loss, targets=self.targets, has_targets=self.has_targets)
@@ -247,11 +265,33 @@ class Session:
         prepared = partial(_prepared, graph, self.batch_dim, self._prices)  # holds neither the session nor the model
         return assemble(self, verdict, Alternatives(replace(task, prepared=lambda _: verdict.prepared), verdict, prepared))
 
+    def _teachable(self, graph: Graph) -> None:
+        """Refuse a step that could train nothing."""
+        if trained(graph):
+            return
+        trainable = [name for name, (_, _, wanted) in self.shapes.items() if wanted]
+        raise CaptureError(
+            "nothing would be trained: "
+            + (
+                f"the loss does not depend on any of the {len(trainable)} trainable parameters ({trainable[0]}, …), or only through detached values; "
+                "return a loss that is computed from the model's output"
+                if trainable
+                else f"{type(self.model).__name__} has no parameter with requires_grad=True; unfreeze some, or call the model without this library"
+            )
+        )
+
     def _belongs(self, given: object) -> None:
         if not isinstance(given, Plan):
             raise PlanError(f"plan is a {type(given).__name__}; pass what make_plan(…) or Plan.load(…) returned")
         if given.ranks != self.ranks:
             raise PlanError(f"the plan is for {given.ranks} ranks, but gpus asks for {self.ranks}; write gpus={given.ranks} or make a new plan")
+        for name, planned, here in (
+            ("mesh", given.mesh, {AXIS: self.ranks}),
+            ("precision", given.precision, self.precision),
+            ("mode", *("training" if mode else "evaluation" for mode in (given.training, self.model.training))),
+        ):
+            if planned != here:
+                raise PlanError(f"the plan is for {name} {planned}, but here it is {here}; make a new plan with make_plan(model, …)")
         if given.fingerprint != self.fingerprint:
             raise PlanError(
                 "the plan is for another model or other inputs (names, shapes, dtypes, requires_grad or ties of parameters and buffers, or the "
@@ -266,6 +306,12 @@ class Session:
     def _follow(self, task: Task, given: Plan) -> Verdict:
         prepared = task.prepared(given.micro_batches)
         check_micro_batches(prepared, self.ranks, given.micro_batches)
+        if (planned := {leaf.path: leaf.dim for leaf in given.batch.leaves}) != (found := cuts_of(prepared)):
+            differing = next(path for path in {**planned, **found} if planned.get(path) != found.get(path))
+            raise PlanError(
+                f"the plan cuts {differing} along {_dim(planned.get(differing))}, but here it is cut along {_dim(found.get(differing))}: it was "
+                "made with another batch_dim, or edited; make a new plan"
+            )
         choice, points = decisions_of(given, prepared, tuple(self.shapes), FRONTIER_POINTS)
         verdict = Verdict(prepared, choice, points, trial(task, prepared, choice), 0.0)
         if verdict.peak_bytes > task.capacity_bytes:
@@ -293,6 +339,19 @@ class Session:
             raise PlanError("there is no plan yet; call plan() first")
         return self._choice
 
+    def _like_planned(self, request: Request, micro_batches: int) -> Prepared:
+        """Ready for another call. What the model cannot take is an error of the inputs: with those of planning it could."""
+        _refuse_empty(request.leaves)
+        try:
+            return self._ready(request, micro_batches)
+        except CaptureError as error:
+            planned = {path: tuple(leaf.shape) for path, leaf in self.leaves.items() if isinstance(leaf, Tensor)}
+            given = {path: tuple(leaf.shape) for path, leaf in request.leaves.items() if isinstance(leaf, Tensor)}
+            unlike = [f"{path} has shape {shape}, planned with {planned[path]}" for path, shape in given.items() if planned.get(path, shape) != shape]
+            if not unlike:
+                raise
+            raise InputError(f"the model cannot take these inputs: {'; '.join(unlike)}. {error}") from error
+
     @_no_collection()
     def lower(self, request: Request) -> tuple[Program, ...]:
         """Programs of all ranks for these inputs and this mode, checked together; decisions are the plan's, block by block.
@@ -301,7 +360,7 @@ class Session:
         """
         planned = self._made()
         micro_batches = planned.micro_batches if request.mode == "step" else 1
-        prepared = self._ready(request, micro_batches)
+        prepared = self._like_planned(request, micro_batches)
         micro_batches = min(micro_batches, most_micro_batches(prepared, self.ranks))
         decisions = list(planned.decisions) if prepared is self._planned_for else []
         for block in prepared.blocks.blocks if not decisions else ():

@@ -28,13 +28,26 @@ def own_loss(output: Any) -> Tensor:
     )
 
 
+def _called(loss: Callable[..., Any], output: Any, *targets: Any) -> Any:
+    """The user's loss; where it fails, of what."""
+    try:
+        return loss(output, *targets)
+    except (TypeError, ValueError, IndexError, RuntimeError) as error:
+        if type(error).__module__ != "builtins":  # tracing has exceptions of its own, which say more
+            raise
+        given = " and ".join(f"{name} {_shape(value)}" for name, value in zip(("an output", "targets"), (output, *targets), strict=False))
+        hint = "" if targets else ". If it takes targets, pass example_targets=… as well"
+        raise CaptureError(f"loss fails on {given}: {type(error).__name__}: {str(error).strip().splitlines()[0]}{hint}") from error
+
+
+def _shape(value: Any) -> str:
+    return f"of shape {tuple(value.shape)}" if isinstance(value, Tensor) else f"of type {type(value).__qualname__}"
+
+
 def objective(model: nn.Module, args: Any, kwargs: Any, loss: Callable[..., Any] | None, targets: Any, has_targets: bool) -> Tensor:
     """The loss as a tensor of shape (), raising CaptureError where it is no scalar floating-point tensor."""
     output = model(*args, **kwargs)
-    if loss is None:
-        value: Any = own_loss(output)
-    else:
-        value = loss(output, targets) if has_targets else loss(output)
+    value: Any = own_loss(output) if loss is None else _called(loss, output, *([targets] if has_targets else []))
     if not isinstance(value, Tensor):
         raise CaptureError(f"loss returned a {type(value).__qualname__}, not a tensor; return the scalar tensor to minimise.")
     if value.numel() != 1:

@@ -302,7 +302,7 @@ def explain(error: BaseException, model: nn.Module) -> CaptureError:
             owner = frame.f_locals.get("self")
             if isinstance(owner, nn.Module) and id(owner) in names:
                 module = f"{type(owner).__qualname__}" + (f" ({names[id(owner)]})" if names[id(owner)] else "")
-    place = f"{line}{', module ' + module if module else ''}" if line or module else "while tracing the model"
+    place = ", ".join(part for part in (line, module and f"module {module}") if part) or "while tracing the model"
     first = str(error).strip().split("\n")[0]
     kinds = {type(one).__name__ for one in _chain(error)}
     needs_data = {"GuardOnDataDependentSymNode", "DataDependentOutputException", "DynamicOutputShapeException"}

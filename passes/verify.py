@@ -20,6 +20,7 @@ from partitioner.errors import CaptureError
 from partitioner.passes.graph import Graph
 from partitioner.passes.objective import objective
 from partitioner.passes.randomness import EAGER_KEY
+from partitioner.passes.refuse import explain
 from partitioner.passes.refuse_state import Snapshot
 from partitioner.passes.tree import map_tensors, named_leaves, outputs_of
 
@@ -224,7 +225,10 @@ def verify(
         with _preserved(model, graph.training) as buffers:
             _seed(seed)
             attributes = Snapshot(model)
-            want = _run_eager(model, graph, call, loss, has_targets)
+            try:
+                want = _run_eager(model, graph, call, loss, has_targets)
+            except Exception as error:  # fake tensors took what real ones do not
+                raise explain(error, model) from error
             changed = [
                 c for c in (*attributes.changes(Snapshot(model)), *attributes.registered()) if (id(c.module), c.attribute) not in bound
             ]
