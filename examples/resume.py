@@ -1,6 +1,6 @@
 """Train on two ranks, save halfway, and go on from the file on three ranks and in one plain process, with the same losses.
 
-python examples/resume.py               starts torchrun on itself, twice; on CPUs in under a minute
+python examples/resume.py               starts torchrun on itself, twice; on CPUs in a minute or two
 python examples/resume.py --folder ckpt  keeps the checkpoint there
 """
 

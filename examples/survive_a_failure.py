@@ -51,7 +51,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=12)
     parser.add_argument("--every", type=int, default=3, help="steps between two checkpoints")
     parser.add_argument("--kill-at", type=int, help="the step in which rank 1 kills itself at the first try")
-    parser.add_argument("--folder", type=Path, default=Path("checkpoint"), help="where checkpoints lie; one that is there is gone on from")
+    parser.add_argument("--folder", type=Path, default=Path("out/checkpoint"), help="where checkpoints lie; one that is there is gone on from")
     options = parser.parse_args()
     for step, loss in train(options.folder, options.steps, options.every, options.kill_at):
         if os.environ["RANK"] == "0":

@@ -144,9 +144,12 @@ def decisions_of(plan: plans.Plan, prepared: Prepared, parameters: tuple[str, ..
     """The plan's decisions for this capture. Raises PlanError where its blocks or saved values are not the capture's."""
     blocks = prepared.blocks.blocks
     if [block.label for block in plan.blocks] != [block.label for block in blocks]:
+        pairs = enumerate(zip(plan.blocks, blocks, strict=False))
+        at = next((i for i, (one, other) in pairs if one.label != other.label), min(len(plan.blocks), len(blocks)))
+        theirs, mine = (repr(listed[at].label) if at < len(listed) else "missing" for listed in (plan.blocks, blocks))
         raise PlanError(
-            f"the plan has {len(plan.blocks)} blocks, from {plan.blocks[0].label if plan.blocks else 'none'}, but this model is cut into "
-            f"{len(blocks)}: it was made by another version of this library or of torch, or edited; make a new plan"
+            f"the plan has {len(plan.blocks)} blocks and this model is cut into {len(blocks)}: block {at} is {theirs} in the plan, {mine} here. It was "
+            "edited, or made by another version of this library or of torch; make a new plan"
         )
     decisions, points = [], []
     for planned, block in zip(plan.blocks, blocks, strict=True):

@@ -177,8 +177,11 @@ class Canvas:
         file = io.BytesIO()
         with rc_context(_SETTINGS):
             self.figure.savefig(file, format=kind, metadata=_METADATA[kind], facecolor=PAPER)
-        target.parent.mkdir(parents=True, exist_ok=True)
-        target.write_bytes(file.getvalue())
+        try:
+            target.parent.mkdir(parents=True, exist_ok=True)
+            target.write_bytes(file.getvalue())
+        except OSError as error:
+            raise PlanError(f"{target} cannot be written: {error.strerror}; draw into a folder that can be written") from error
         return target
 
 

@@ -87,6 +87,17 @@ def from_rows_first(rows: Tensor, cut: Slice, count: int) -> Tensor:
     return moved.reshape(*shape[:dim], cut.outer * count * cut.inner, *shape[dim + 3 :]).contiguous()
 
 
+def row_sums(leaves: Mapping[str, Any]) -> dict[str, str]:
+    """path -> the sums of a tensor's rows to six digits: whether two ranks hold the same values, whatever kernel summed."""
+    found = {}
+    for path, leaf in leaves.items():
+        if isinstance(leaf, Tensor):
+            real = torch.view_as_real(leaf) if leaf.is_complex() else leaf
+            sums = real.flatten(1).sum(1, dtype=torch.float64) if real.dim() > 1 else real.double().flatten()
+            found[path] = " ".join(f"{value:.6g}" for value in sums.tolist())
+    return found
+
+
 @dataclass(frozen=True)
 class Expected:
     """The leaves a model was planned for: path -> dtype of a tensor, or the literal. Raises InputError where a call differs; shapes may."""

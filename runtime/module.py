@@ -21,7 +21,7 @@ from partitioner.errors import InputError, PartitionerError, ProgramError, RankE
 from partitioner.runtime.bridge import attach
 from partitioner.runtime.checkpoint import load, save
 from partitioner.runtime.executor import Executor, Store
-from partitioner.runtime.inputs import Expected
+from partitioner.runtime.inputs import Expected, row_sums
 from partitioner.runtime.launch import Ranks, agree
 from partitioner.runtime.measure import Measured, local
 from partitioner.runtime.program import Mode, Program, Request, Slice
@@ -141,7 +141,7 @@ class ParallelModule(nn.Module):
         counts = exchange(rows, self._peers, self._device)
         if not sum(counts):
             raise InputError("no rank has brought a row, so there is nothing to compute; pass some rows")
-        executor = self._executor("step", whole(leaves, self._batch, sum(counts)), grad=True)
+        executor = self._executor("step", whole(leaves, self._batch, sum(counts)), grad=True, alike=False)
         uncut = executor.program.total is None  # fewer rows than ranks: all compute all of them
         given = {
             path: hand_over(leaf, self._batch[path], counts, uncut, self._peers) if path in self._batch and isinstance(leaf, Tensor) else leaf
@@ -262,12 +262,15 @@ class ParallelModule(nn.Module):
         self._expected[mode].check(leaves)
         return leaves
 
-    def _executor(self, mode: Mode, leaves: Mapping[str, Any], grad: bool) -> Executor:
+    def _executor(self, mode: Mode, leaves: Mapping[str, Any], grad: bool, alike: bool = True) -> Executor:
+        """alike: every rank should hold the same values, which is looked at when a program is first used."""
         # Part of the key is every submodule's training flag: one that the user froze with .eval() runs as evaluation.
         flags = tuple(module.training for module in self._user.modules())
         key = (mode, flags, grad, tuple(_shape_key(path, leaf) for path, leaf in leaves.items()))
-        self._same_on_all_ranks(key)
         executor: Executor | None = self._executors.get(key)
+        self._same_on_all_ranks(key)
+        if executor is None and alike:
+            self._same_values(leaves)
         if executor is None:
             program = self._lower(Request(mode=mode, training=self.training, leaves=leaves, grad=grad))
             if (program.rank, program.ranks, program.mode) != (self._rank, self._ranks, mode):
@@ -291,6 +294,15 @@ class ParallelModule(nn.Module):
         most, least = both.tolist()
         if most != -least:
             agree(_in_words(key), self._peers)
+
+    def _same_values(self, leaves: Mapping[str, Any]) -> None:
+        """Raise RankError on every rank together where the ranks were given different batches."""
+        if self._peers.group is None:
+            return
+        try:
+            agree({"the rows, by their sums, of": row_sums(leaves)}, self._peers)
+        except RankError as error:
+            raise RankError(f"{error}: all take the same global batch and use their share; train_step_local takes own rows") from None
 
     def _resident(self) -> Iterable[Tensor]:
         yield from self._store.held()

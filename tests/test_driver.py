@@ -181,7 +181,7 @@ def test_a_plan_that_does_not_fit_is_refused(plan: Plan) -> None:
 
 def test_an_edited_plan_is_refused_where_it_contradicts_the_model(plan: Plan) -> None:
     data = json.loads(plan.to_json())
-    with pytest.raises(PlanError, match=r"the plan has 1 blocks, from embed, but this model is cut into 4"):
+    with pytest.raises(PlanError, match=r"the plan has 1 blocks and this model is cut into 4: block 1 is missing in the plan"):
         planned(plan=edited(plan, blocks=data["blocks"][:1]))
     with pytest.raises(BatchError, match=r"16 micro-batches were asked for, but 16 rows on 2 ranks"):
         planned(plan=edited(plan, micro_batches=16))
