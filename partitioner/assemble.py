@@ -148,8 +148,8 @@ def decisions_of(plan: plans.Plan, prepared: Prepared, parameters: tuple[str, ..
         at = next((i for i, (one, other) in pairs if one.label != other.label), min(len(plan.blocks), len(blocks)))
         theirs, mine = (repr(listed[at].label) if at < len(listed) else "missing" for listed in (plan.blocks, blocks))
         raise PlanError(
-            f"the plan has {len(plan.blocks)} blocks and this model is cut into {len(blocks)}: block {at} is {theirs} in the plan, {mine} here. It was "
-            "edited, or made by another version of this library or of torch; make a new plan"
+            f"the plan has {len(plan.blocks)} blocks and this model is cut into {len(blocks)}: block {at} is {theirs} in the plan, {mine} here. "
+            "It was edited, or made by another version of this library or of torch; make a new plan"
         )
     decisions, points = [], []
     for planned, block in zip(plan.blocks, blocks, strict=True):

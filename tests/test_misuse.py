@@ -144,7 +144,7 @@ def nonsense(data: dict[str, Any]) -> None:
         (nonsense, PlanError, "cannot save 'nonsense'"),
         (lambda data: data["blocks"].append(data["blocks"][0]), PlanError, "the plan has 2 blocks .* cut into 1: block 1 is .* missing here"),
         (lambda data: data["blocks"].clear(), PlanError, "the plan has 0 blocks"),
-        (lambda data: data["blocks"][0].update(label="elsewhere"), PlanError, "from elsewhere"),
+        (lambda data: data["blocks"][0].update(label="elsewhere"), PlanError, "block 0 is 'elsewhere' in the plan"),
         (lambda data: data.update(micro_batches=16), BatchError, "micro_batches=8 or fewer"),
         (lambda data: data.update(mesh={"pp": 2}), PlanError, "mesh {'pp': 2}"),
         (lambda data: data.update(precision="bf16"), PlanError, "precision bf16"),
