@@ -13,6 +13,7 @@ from pydantic import ValidationError
 from partitioner.cluster import problems
 from partitioner.errors import PlanError
 from partitioner.files import read_text, write_text
+from partitioner.garbage import no_collection
 from partitioner.plan import PLAN_VERSION, Plan
 
 MAX_FILE_BYTES = 4 * 1024 * 1024
@@ -42,6 +43,7 @@ def loads(text: str) -> Plan:
     return _checked(text, "this text")
 
 
+@no_collection()
 def _checked(text: str, where: str) -> Plan:
     if text.count(",") > _MAX_COMMAS:  # before it is parsed: a million of empty lists take memory too
         raise PlanError(f"{where} holds more than {MAX_VALUES:,} values; no plan is that long")

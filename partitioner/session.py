@@ -1,6 +1,5 @@
 """What one call of `make_plan` or `auto_parallelize` knows: the model, its example batch, the machine, and what has been prepared so far."""
 
-import gc
 import hashlib
 from collections.abc import Callable, Hashable, Iterator, Mapping
 from contextlib import contextmanager
@@ -22,6 +21,7 @@ from partitioner.cost import accumulate_seconds
 from partitioner.errors import BatchError, CaptureError, ConstraintError, InputError, OptimizerError, PartitionerError, PlanError
 from partitioner.examples import example_call
 from partitioner.fingerprint import described, facts, fingerprint
+from partitioner.garbage import no_collection
 from partitioner.lower import Choice, Decision, lower
 from partitioner.op_times import OpTimes
 from partitioner.options import FRONTIER_POINTS
@@ -42,18 +42,6 @@ from partitioner.runtime.parameters import shapes_of
 from partitioner.runtime.program import Program, Request, Unit
 from partitioner.runtime.simulator import storage_bytes
 from partitioner.trial import Shapes, Task, Verdict, communication, sizes_of, trial
-
-
-@contextmanager
-def _no_collection() -> Iterator[None]:
-    """Without the cyclic garbage collector: graphs of thousands of nodes live to the end, and walking them again and again takes a third of it."""
-    was = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was:
-            gc.enable()
 
 
 def _prepared(graph: Graph, batch_dim: Any, prices: Prices, ranks: int, in_time: bool) -> Prepared:
@@ -233,7 +221,7 @@ class Session:
 
     # --- planning ----------------------------------------------------------------------------------------------
 
-    @_no_collection()
+    @no_collection()
     def plan(self, given: Plan | None = None) -> Plan:
         """Decide, or take over the decisions of `given`."""
         if given is not None:
@@ -352,7 +340,7 @@ class Session:
                 raise
             raise InputError(f"the model cannot take these inputs: {'; '.join(unlike)}. {error}") from error
 
-    @_no_collection()
+    @no_collection()
     def lower(self, request: Request) -> tuple[Program, ...]:
         """Programs of all ranks for these inputs and this mode, checked together; decisions are the plan's, block by block.
 
