@@ -22,6 +22,12 @@ from tests import ranks as pool
 LEVELS = ("none", "zero1", "zero2", "zero3")
 
 
+@pytest.fixture(scope="module", autouse=True)
+def _fresh_workers() -> None:
+    """torch remembers how to redistribute over a mesh by its shape, with the group that had it first: one of an earlier test that is gone."""
+    pool.close()
+
+
 class Model(nn.Module):
     """Everything that placing must cope with: large, small, uneven, fewer rows than ranks, 0-dim, empty, tied, frozen, unused, mixed dtypes."""
 
