@@ -42,8 +42,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 from partitioner import auto_parallelize
 from partitioner.quantities import format_bytes
-from partitioner.runtime.measure import local
 from partitioner.runtime.memory import Tracker
+from partitioner.runtime.shards import local
 from tests import ranks as pool
 
 LAYERS, WIDTH, INNER, HEADS, VOCABULARY = 7, 384, 1024, 6, 4096

@@ -15,7 +15,7 @@ from typing import Literal
 
 from partitioner.constraints import Constraints
 from partitioner.errors import InfeasibleError
-from partitioner.options import Options
+from partitioner.options import SHARDS, Options
 from partitioner.plan import Alternative, Explanation, MoreMemory, Shard
 from partitioner.prepare import Prepared, most_micro_batches
 from partitioner.progress import tell
@@ -24,7 +24,6 @@ from partitioner.runtime.simulator import Simulation
 from partitioner.solver import solve
 from partitioner.trial import Task, Verdict
 
-SHARDS: tuple[Shard, ...] = ("none", "zero1", "zero2", "zero3")
 CHECKPOINTS: tuple[Literal["none", "full"], ...] = ("none", "full")
 _GAINS = 0.99  # a doubling of the micro-batches that leaves more than this share of the peak is the last one tried
 _WORTH = 0.995  # more memory that leaves more than this share of the step is not worth a line

@@ -105,14 +105,18 @@ def collective_seconds(kind: Collective, size_bytes: float, ranks: int, cluster:
 
 def accumulate_seconds(size_bytes: float, cluster: Cluster) -> float:
     """Seconds of adding a micro-batch's gradients, so many bytes, to those of the ones before: two reads and a write."""
-    return 3 * size_bytes / (cluster.memory_bytes_per_second * cluster.efficiency.get("pointwise", _WHOLE).fraction)
+    return 3 * size_bytes / _stream_rate(cluster)
 
 
 def optimizer_seconds(optimizer: str, shapes: Shapes, cluster: Cluster) -> float:
     """Seconds of one `optimizer.step` on parameters of these (shape, dtype) on one device."""
     work = step_work(optimizer, shapes, cluster.device)
-    stream = cluster.efficiency.get("pointwise", _WHOLE).fraction
-    return work.bytes / (cluster.memory_bytes_per_second * stream) + work.launches * cluster.launch_seconds
+    return work.bytes / _stream_rate(cluster) + work.launches * cluster.launch_seconds
+
+
+def _stream_rate(cluster: Cluster) -> float:
+    """Bytes per second that pointwise ops read and write."""
+    return cluster.memory_bytes_per_second * cluster.efficiency.get("pointwise", _WHOLE).fraction
 
 
 # ---------------------------------------------------------------------------------------------------------------- bytes

@@ -21,7 +21,8 @@ from torch.fx.node import map_arg
 from partitioner.calibrate import cache_folder, machine_key, settle
 from partitioner.errors import ClusterError
 from partitioner.files import read_text, write_text
-from partitioner.passes.layout import stretch
+from partitioner.passes.layout import at_rows
+from partitioner.passes.unify import Linear
 from partitioner.runtime.optimizer_bytes import Shapes, prepared_step
 
 PATIENCE_SECONDS = 0.2
@@ -127,7 +128,7 @@ class _Call:
             if not isinstance(val, Tensor):
                 return _number(source, rows)
             if source not in self._shapes:
-                self._shapes[source] = *_at(source, val, rows), val.dtype
+                self._shapes[source] = *at_rows(source, rows), val.dtype
             return source
 
         self.args, self.kwargs = map_arg(node.args, value), map_arg(node.kwargs, value)
@@ -148,16 +149,7 @@ class _Call:
 
 def _number(node: fx.Node, rows: int | None) -> Any:
     at = node.meta["number"]
-    return at.at(rows or 0) if hasattr(at, "at") else at
-
-
-def _at(node: fx.Node, val: Tensor, rows: int | None) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Shape and stride at so many rows."""
-    shape, stride = tuple(int(s) for s in val.shape), tuple(int(s) for s in val.stride())
-    for dim, size in enumerate(node.meta.get("sizes", ())):
-        if size.per_row and rows is not None:
-            shape, stride = stretch(shape, stride, dim, size.at(rows))
-    return shape, stride
+    return at.at(rows or 0) if isinstance(at, Linear) else at
 
 
 def _tensor(shape: tuple[int, ...], stride: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:

@@ -24,7 +24,7 @@ from partitioner.wording import counted
 
 FRONTIER_POINTS = 16
 GAP = 1e-3  # relative; cost figures are not better than that
-_SHARDS: tuple[Shard, ...] = ("none", "zero1", "zero2", "zero3")
+SHARDS: tuple[Shard, ...] = ("none", "zero1", "zero2", "zero3")
 
 
 class Options:
@@ -76,7 +76,7 @@ class Options:
             case "full":
                 points = points[:1]
         own = self.own[block.index]
-        shards: tuple[Shard, ...] = _SHARDS if task.constraints.shard == "auto" else (task.constraints.shard,)
+        shards: tuple[Shard, ...] = SHARDS if task.constraints.shard == "auto" else (task.constraints.shard,)
         if not own or (task.ranks == 1 and task.constraints.shard == "auto"):
             shards = shards[:1]
         made = []

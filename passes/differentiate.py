@@ -23,7 +23,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from partitioner.errors import CaptureError
 from partitioner.passes.block import BlockClass, Bytes
 from partitioner.passes.graph import module_of
-from partitioner.passes.layout import of_read, stretch
+from partitioner.passes.layout import at_rows, of_read
 from partitioner.passes.record import Recording, record
 from partitioner.passes.unify import Linear, Unifier, byte_count, evaluate, is_number, sentinels
 
@@ -209,7 +209,7 @@ def _check(joint: Joint, rows: int) -> None:
             if index in joint.scalars:
                 env[node] = rows if joint.scalars[index] == "rows" else known[index]
             else:
-                env[node] = torch.empty_strided(*_at(node, rows), dtype=node.meta["val"].dtype, device=node.meta["val"].device)
+                env[node] = torch.empty_strided(*at_rows(node, rows), dtype=node.meta["val"].dtype, device=node.meta["val"].device)
         for node in joint.module.graph.nodes:
             if node.op != "call_function":
                 continue
@@ -227,13 +227,3 @@ def _check(joint: Joint, rows: int) -> None:
             for one, place in zip(out if isinstance(out, (list, tuple)) else (out,), node.meta.get("storages", (None,)), strict=False):
                 if isinstance(place, Bytes) and one.untyped_storage().nbytes() != place.at(rows):
                     raise CaptureError(f"{where} allocates {one.untyped_storage().nbytes()} bytes for {rows} rows, expected {place.at(rows)}")
-
-
-def _at(node: fx.Node, rows: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Shape and stride of a placeholder of the joint graph at another row count."""
-    val, sizes = node.meta["val"], node.meta["sizes"]
-    shape, stride = tuple(int(s) for s in val.shape), tuple(int(s) for s in val.stride())
-    for dim, size in enumerate(sizes):
-        if size.per_row:
-            shape, stride = stretch(shape, stride, dim, size.at(rows))
-    return shape, stride

@@ -52,3 +52,13 @@ def of_read(node: fx.Node, rows: int | None) -> tuple[tuple[int, ...], tuple[int
     if node.meta.get("kind", "value") in _CROSSING and not is_expanded(val):
         stride = contiguous(shape)
     return shape, stride
+
+
+def at_rows(node: fx.Node, rows: int | None) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Shape and stride of a tensor of a joint graph at another row count (None: at its own), by meta["sizes"]."""
+    val = node.meta["val"]
+    shape, stride = tuple(int(s) for s in val.shape), tuple(int(s) for s in val.stride())
+    for dim, size in enumerate(node.meta.get("sizes", ())):
+        if size.per_row and rows is not None:
+            shape, stride = stretch(shape, stride, dim, size.at(rows))
+    return shape, stride

@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 
 from partitioner.errors import CheckpointError
 from partitioner.runtime.checkpoint_manifest import TENSOR, Entry, Group, OptimizerRecord
-from partitioner.runtime.checkpoint_tensors import local
+from partitioner.runtime.shards import local
 
 _NAMED = 3  # names that an error lists
 _ORDER = "param_names"  # of an optimizer made from named_parameters; its own, not the checkpoint's

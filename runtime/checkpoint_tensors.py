@@ -24,6 +24,7 @@ from partitioner.errors import CheckpointError
 from partitioner.runtime.checkpoint_files import disk
 from partitioner.runtime.checkpoint_manifest import Entry, Piece
 from partitioner.runtime.checkpoint_sources import Source
+from partitioner.runtime.shards import local
 from partitioner.runtime.together import Peers
 
 ALIGN_BYTES = 64
@@ -84,11 +85,6 @@ def read(targets: Mapping[str, Tensor], source: Source) -> None:
             box = [slice(start, start + length) for start, length in zip(item.storage_offsets, item.lengths, strict=True)]
             target = planner.resolve_tensor(item).detach()
             target.copy_(source.slice(name, pieces[name][offset], box))
-
-
-def local(tensor: Tensor) -> Tensor:
-    """What this rank holds of a tensor."""
-    return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
 
 
 def _present(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:

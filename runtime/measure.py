@@ -6,13 +6,13 @@ from contextlib import ExitStack, contextmanager
 from typing import Any
 
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from partitioner.errors import PartitionerError
 from partitioner.runtime.memory import Tracker
 from partitioner.runtime.recorder import Recording
+from partitioner.runtime.shards import local
 
 MEASURED_STEPS = 2
 """The first step makes the optimizer's state, the second is like all others."""
@@ -124,8 +124,3 @@ class Measured:
         if self._in_optimizer is not None:
             stack, self._in_optimizer = self._in_optimizer, None
             stack.close()
-
-
-def local(tensor: Tensor) -> Tensor:
-    """The tensor that this rank really holds."""
-    return tensor._local_tensor if isinstance(tensor, DTensor) else tensor

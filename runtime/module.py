@@ -23,9 +23,10 @@ from partitioner.runtime.checkpoint import load, save
 from partitioner.runtime.executor import Executor, Store
 from partitioner.runtime.inputs import Expected, row_sums
 from partitioner.runtime.launch import Ranks, agree
-from partitioner.runtime.measure import Measured, local
+from partitioner.runtime.measure import Measured
 from partitioner.runtime.program import Mode, Program, Request, Slice
 from partitioner.runtime.rows import RowSampler, exchange, hand_over, rows_in, whole
+from partitioner.runtime.shards import local
 from partitioner.runtime.wire import guarded
 
 

@@ -25,6 +25,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from partitioner.errors import OptimizerError
 from partitioner.runtime.optimizer_bytes import instance_bytes, planned_bytes
+from partitioner.runtime.shards import local
 
 ELEMENTWISE: tuple[type[Optimizer], ...] = (
     torch.optim.SGD,
@@ -178,10 +179,10 @@ def _swap_in(optimizer: Optimizer) -> None:
             if entry is None or entry.stand_in is None:
                 continue
             stand_in = entry.stand_in
-            stand_in.grad = None if parameter.grad is None else _local(parameter.grad)
+            stand_in.grad = None if parameter.grad is None else local(parameter.grad)
             if parameter in optimizer.state:
                 state = optimizer.state.pop(parameter)
-                optimizer.state[stand_in] = {key: _local(value) for key, value in state.items()}
+                optimizer.state[stand_in] = {key: local(value) for key, value in state.items()}
             parameters[index] = stand_in
             swapped.places.append((group, index, parameter, stand_in))
 
@@ -194,17 +195,13 @@ def _swap_back(optimizer: Optimizer) -> None:
             optimizer.state[parameter] = optimizer.state.pop(stand_in)
 
 
-def _local(value: Any) -> Any:
-    return value._local_tensor if isinstance(value, DTensor) else value
-
-
 def _compare_with_plan(optimizer: Optimizer, ours: list[tuple[Tensor, Entry]]) -> None:
     """Warn where this optimizer needs more memory on this rank than the planned one."""
     store = ours[0][1].store()
     planned = None if store is None else store.planned_optimizer
     if planned is None or not is_elementwise(type(optimizer)):
         return
-    locals_ = [_local(parameter) for parameter, _ in ours if parameter.requires_grad]
+    locals_ = [local(parameter) for parameter, _ in ours if parameter.requires_grad]
     shapes = tuple((tuple(tensor.shape), tensor.dtype) for tensor in locals_)
     device = locals_[0].device.type if locals_ else "cpu"
     expected, actual = planned_bytes(planned, shapes, device), instance_bytes(optimizer, shapes, device)

@@ -24,7 +24,7 @@ from partitioner.runtime.clip import clip, norm_dtype, total_norm
 from partitioner.runtime.optimizers import register, retire
 from partitioner.runtime.program import Unit
 from partitioner.runtime.reductions import Reducer
-from partitioner.runtime.shards import Layout, Shapes, lay_out
+from partitioner.runtime.shards import Layout, Shapes, lay_out, local
 from partitioner.runtime.units import UnitBuffers, join
 
 
@@ -112,7 +112,7 @@ class UnitStore:
 
     def held(self) -> list[Tensor]:
         """Tensors whose storages are all that the store holds now of parameters, those of no unit included: what a memory tracker starts from."""
-        tensors = [_local(parameter.detach()) for parameter in self._unique().values()]
+        tensors = [local(parameter.detach()) for parameter in self._unique().values()]
         for buffers in self._buffers.values():
             tensors += [*buffers.pieces.values(), *buffers.wholes.values()]
         return tensors
@@ -139,7 +139,7 @@ class UnitStore:
                 if parameter.grad is None:
                     parameter.grad = _wrap(gradient, parameter._spec)
                 else:
-                    _local(parameter.grad).add_(gradient)
+                    local(parameter.grad).add_(gradient)
             elif parameter.grad is None:
                 parameter.grad = gradient
             else:
@@ -151,7 +151,7 @@ class UnitStore:
         wholes: list[Tensor] = []
         for parameter in self._unique().values():
             if parameter.grad is not None:
-                (shards if isinstance(parameter.grad, DTensor) else wholes).append(_local(parameter.grad))
+                (shards if isinstance(parameter.grad, DTensor) else wholes).append(local(parameter.grad))
         device = next((gradient.device for gradient in shards + wholes), torch.device("cpu"))
         like = torch.zeros((), dtype=norm_dtype(shards + wholes), device=device)
         norm = total_norm(shards, wholes, norm_type, self.group if shards else None, like)
@@ -287,7 +287,7 @@ class UnitStore:
         name = self._known(name)
         parameter = self._parameters[name]
         if isinstance(parameter, DTensor):
-            self._buffers[self._unit_of[name]].put(name, value.to(_local(parameter).device))
+            self._buffers[self._unit_of[name]].put(name, value.to(local(parameter).device))
         else:
             parameter.copy_(value)
 
@@ -305,10 +305,6 @@ def _wrap(local: Tensor, spec: Any) -> DTensor:
     make: Any = DTensor
     wrapped: DTensor = make(local, spec, requires_grad=False)
     return wrapped
-
-
-def _local(tensor: Tensor) -> Tensor:
-    return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
 
 
 def _first(keys: Sequence[str]) -> str:

@@ -17,6 +17,8 @@ from dataclasses import dataclass
 from math import prod
 
 import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 from partitioner.errors import ProgramError
 from partitioner.runtime.program import Unit
@@ -163,3 +165,8 @@ def lay_out(unit: Unit, shapes: Shapes, ranks: int) -> Layout:
         _together((piece for piece in cut if piece.trainable), ranks),
         _together((piece for piece in plain if piece.trainable), ranks),
     )
+
+
+def local(tensor: Tensor) -> Tensor:
+    """The tensor that this rank really holds."""
+    return tensor._local_tensor if isinstance(tensor, DTensor) else tensor

@@ -21,10 +21,10 @@ from partitioner.errors import PeerError
 from partitioner.passes import collectives
 from partitioner.passes.tree import named_leaves
 from partitioner.runtime import launch
-from partitioner.runtime.measure import local
 from partitioner.runtime.module import ParallelModule
 from partitioner.runtime.parameters import UnitStore
 from partitioner.runtime.program import Program, Request
+from partitioner.runtime.shards import local
 from tests.small_programs import Chain, chain, leaves
 
 PEER_SECONDS = 3.0

@@ -15,9 +15,9 @@ from partitioner import Plan, load_checkpoint
 from partitioner.errors import CheckpointError, PartitionerError
 from partitioner.runtime import checkpoint
 from partitioner.runtime.checkpoint_sources import open_source
-from partitioner.runtime.checkpoint_tensors import local
 from partitioner.runtime.parameters import UnitStore
 from partitioner.runtime.program import Unit
+from partitioner.runtime.shards import local
 from partitioner.runtime.together import Peers
 from tests import ranks
 from tests.checkpoint_support import Model, adamw, load_and_train, place, save_plain, steps, train_and_save, train_plain

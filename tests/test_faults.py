@@ -16,9 +16,9 @@ from torch.distributed import HashStore  # type: ignore[attr-defined]  # defined
 from partitioner import auto_parallelize, make_plan
 from partitioner.errors import LaunchError, NonFiniteError, PartitionerError
 from partitioner.runtime import launch, watch
-from partitioner.runtime.measure import local
 from partitioner.runtime.meeting import meet
 from partitioner.runtime.program import Instruction
+from partitioner.runtime.shards import local
 from tests import ranks as pool
 from tests.fault_ranks import (
     NAMES,

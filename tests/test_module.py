@@ -11,11 +11,11 @@ from torch.utils._pytree import keystr, tree_flatten_with_path, tree_structure
 
 from partitioner.errors import InputError, PartitionerError
 from partitioner.passes import collectives
-from partitioner.runtime.measure import local
 from partitioner.runtime.module import ParallelModule
 from partitioner.runtime.optimizer_bytes import state_bytes, temporary_bytes
 from partitioner.runtime.parameters import UnitStore, shapes_of
 from partitioner.runtime.program import Program, Request, Shard
+from partitioner.runtime.shards import local
 from partitioner.runtime.simulator import simulate, storage_bytes
 from partitioner.runtime.unit_bytes import UnitBytes
 from tests import ranks

@@ -10,11 +10,11 @@ from torch.distributed.tensor import DTensor
 
 from partitioner.passes import collectives
 from partitioner.runtime.executor import Executor
-from partitioner.runtime.measure import local
 from partitioner.runtime.memory import Tracker
 from partitioner.runtime.parameters import UnitStore, shapes_of
 from partitioner.runtime.program import Event, Function, Instruction, Program, Ref, Replay, Shard, Slice
 from partitioner.runtime.replay import Ledger, Storage, compile_replay
+from partitioner.runtime.shards import local
 from partitioner.runtime.simulator import Simulation, simulate, storage_bytes
 from partitioner.runtime.unit_bytes import UnitBytes
 from tests import ranks
