@@ -19,6 +19,7 @@ from partitioner.runtime import watch
 from partitioner.runtime.launch import Ranks, agree, broadcast_object, join, launched, peer_seconds
 from partitioner.runtime.module import ParallelModule
 from partitioner.runtime.parameters import UnitStore
+from partitioner.runtime.pipe import Pipe
 from partitioner.runtime.program import Program, Request, Slice, Unit
 from partitioner.runtime.text import digest
 from partitioner.session import Session
@@ -127,7 +128,6 @@ def auto_parallelize(
     if alone and devices > 1:
         return _Unlaunched(model, session.plan(plan))  # type: ignore[return-value]
     group = ranks.group
-    bind(AXIS, group)
     agree({**session.facts(plan), "verify": str(verify), watch.SECONDS_VARIABLE: f"{peer_seconds():g}"}, ranks)
     made: Plan = _on_first(ranks, lambda: session.plan(plan), "planning")
     if any(p.is_meta for p in model.parameters()):
@@ -136,7 +136,10 @@ def auto_parallelize(
         model.to(ranks.device)
     _same_weights(model, ranks)
     lowering = _Lowering(session, ranks)
-    store = UnitStore(model, lowering.units, ranks=ranks.ranks, rank=ranks.rank, group=group)
+    pipe = Pipe.make(ranks, made.stages, [unit.stages for unit in lowering.units]) if made.stages > 1 else None
+    own = ranks if pipe is None else pipe.dp
+    bind(AXIS, own.group)
+    store = UnitStore(model, lowering.units, ranks=own.ranks, rank=own.rank, group=own.group, pipe=pipe)
     store.planned_optimizer = optimizer
     session.take_over()
     return ParallelModule(
@@ -151,6 +154,7 @@ def auto_parallelize(
         flatten=lambda args, kwargs, has_targets, targets: named_leaves(args, kwargs, targets, has_targets),
         expected=session.leaves,
         batch=[Slice(leaf.path, leaf.dim, leaf.outer, leaf.inner) for leaf in made.batch.leaves],
+        pipe=pipe,
     )
 
 
@@ -172,10 +176,16 @@ class _Lowering:
 
     def __call__(self, request: Request) -> Program:
         ranks = self._ranks
-        parcels: list[Parcel] = _on_first(ranks, lambda: [pack(p) for p in self._session.lower(request)], "lowering")
+        lowered: tuple[list[Parcel], list[str]] = _on_first(ranks, lambda: self._lowered(request), "lowering")
+        parcels, digests = lowered
         program = unpack(parcels[ranks.rank], ranks.device)
-        agree({"the program": digest(program)}, ranks)
+        mine = digest(program)
+        agree({"the program": "as rank 0 lowered it" if mine == digests[ranks.rank] else mine}, ranks)
         return program
+
+    def _lowered(self, request: Request) -> tuple[list[Parcel], list[str]]:
+        programs = self._session.lower(request)
+        return [pack(program) for program in programs], [digest(program) for program in programs]
 
 
 def _on_first(ranks: Ranks, work: Callable[[], Any], what: str) -> Any:

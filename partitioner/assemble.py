@@ -12,7 +12,8 @@ from partitioner.options import FRONTIER_POINTS
 from partitioner.passes.dims import Cut
 from partitioner.passes.emit import emit_source_file
 from partitioner.passes.rematerialize import Point
-from partitioner.prepare import AXIS, Prepared
+from partitioner.pipeline import Pipeline
+from partitioner.prepare import Prepared
 from partitioner.runtime.program import Program, Shard
 from partitioner.runtime.simulator import Simulation
 from partitioner.runtime.text import program_text
@@ -65,10 +66,13 @@ def assemble(session: "Session", verdict: Verdict, alternatives: Alternatives) -
         own = [port.name for port in block.reads if port.kind == "parameter" and port.name not in seen]
         seen.update(own)
         shard: Shard = shard_of[own[0]] if own else "none"
-        blocks.append(plans.BlockPlan(label=block.label, block_class=block.cls, shard=shard, keep_gathered=decision.keep_gathered, saved=key))
-    tried = {trial.program.rank: trial for trial in verdict.trials}
-    # ranks between the first and the last hold no more rows than the first
-    predictions = [_prediction(tried.get(rank, verdict.trials[0])) for rank in range(session.ranks)]
+        stage = choice.pipeline.chunks[block.index] if choice.pipeline.stages > 1 else 0
+        blocks.append(
+            plans.BlockPlan(label=block.label, block_class=block.cls, shard=shard, keep_gathered=decision.keep_gathered, saved=key, stage=stage)
+        )
+    tried = {(trial.program.stage, trial.program.rank): trial for trial in verdict.trials}
+    # ranks between the first and the last of a stage hold no more rows than the first
+    predictions = [_prediction(tried.get((stage, rank), tried[stage, 0])) for stage in range(session.stages) for rank in range(session.dp)]
     leaves = tuple(
         plans.BatchLeaf(path=described.name, **_where(cut))
         for described, cut in zip(prepared.placed.graph.inputs, prepared.placed.cuts, strict=True)
@@ -77,8 +81,9 @@ def assemble(session: "Session", verdict: Verdict, alternatives: Alternatives) -
     made = plans.Plan(
         model=type(session.model).__name__,
         fingerprint=session.fingerprint,
-        mesh={AXIS: session.ranks},  # type: ignore[dict-item]
+        mesh={"pp": session.stages, "dp": session.dp} if session.stages > 1 else {"dp": session.ranks},
         micro_batches=choice.micro_batches,
+        schedule=choice.pipeline.schedule,
         batch=plans.Batch(rows=prepared.total, leaves=leaves),
         classes={name: plans.ClassPlan(description=described[name], saved_sets=sets) for name, sets in classes.items()},
         blocks=tuple(blocks),
@@ -157,5 +162,8 @@ def decisions_of(plan: plans.Plan, prepared: Prepared, parameters: tuple[str, ..
         point = prepared.point(block.cls, saved, block.label)
         decisions.append(Decision(point.saved, planned.keep_gathered))
         points.append(point)
-    units = units_of(blocks, [planned.shard for planned in plan.blocks], parameters)
-    return Choice(tuple(decisions), units, plan.micro_batches), tuple(points)
+    pipeline = (
+        Pipeline(plan.stages, tuple(planned.stage for planned in plan.blocks), plan.schedule) if plan.stages > 1 else Pipeline.none(len(blocks))
+    )
+    units = units_of(blocks, [planned.shard for planned in plan.blocks], parameters, pipeline)
+    return Choice(tuple(decisions), units, plan.micro_batches, pipeline), tuple(points)

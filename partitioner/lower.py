@@ -1,16 +1,17 @@
 """From decisions to one program per rank. Every rank runs the same functions; programs differ in rank, rows and starts alone."""
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from torch.distributed.tensor.placement_types import Partial
 
-from partitioner.order import EACH_MICRO_BATCH, Order, arrange
+from partitioner.order import EACH_MICRO_BATCH, Order, Stage, arrange
 from partitioner.passes.block import Block, BlockFunction, Footprint, Port
 from partitioner.passes.collectives import spread
 from partitioner.passes.dims import Cut
+from partitioner.pipeline import Message, Pipeline, Routes
 from partitioner.prepare import AXIS, Prepared
-from partitioner.runtime.program import Call, Event, Function, Instruction, Mode, Program, Ref, Replay, Shard, Slice, Unit
+from partitioner.runtime.program import Call, Event, Function, Instruction, Mode, Program, Ref, Replay, Shard, Slice, Unit, Wire
 
 Communication = Callable[[str, int], float]
 
@@ -30,17 +31,30 @@ class Choice:
     decisions: tuple[Decision, ...]
     units: tuple[Unit, ...]
     micro_batches: int = 1
+    pipeline: Pipeline = field(default_factory=lambda: Pipeline.none(0))  # of no blocks: all on one stage
 
 
-def units_of(blocks: Sequence[Block], shards: Sequence[Shard], parameters: Sequence[str]) -> tuple[Unit, ...]:
-    """One unit per block that is the first to read some parameter, sharded as its block; what no block reads stays whole, last."""
+def units_of(blocks: Sequence[Block], shards: Sequence[Shard], parameters: Sequence[str], pipeline: Pipeline | None = None) -> tuple[Unit, ...]:
+    """One unit per block that is the first to read some parameter, sharded as its block; what no block reads stays whole, last.
+
+    A parameter that blocks of several stages read is a unit of its own, which those stages hold.
+    """
+    holders: dict[str, set[int]] = {}
+    for block in blocks if pipeline is not None else ():
+        for port in block.reads:
+            if port.kind == "parameter":
+                holders.setdefault(port.name, set()).add(pipeline.stage(block.index))  # type: ignore[union-attr]
     seen: set[str] = set()
     units: list[Unit] = []
     for block, shard in zip(blocks, shards, strict=True):
         own = tuple(dict.fromkeys(port.name for port in block.reads if port.kind == "parameter" and port.name not in seen))
         seen.update(own)
-        if own:
-            units.append(Unit(len(units), shard, own))
+        alone = tuple(name for name in own if len(holders.get(name, ())) < 2)
+        if alone:
+            units.append(Unit(len(units), shard, alone, (0,) if pipeline is None else (pipeline.stage(block.index),)))
+        for name in own:
+            if name not in alone:
+                units.append(Unit(len(units), shard, (name,), tuple(sorted(holders[name]))))
     rest = tuple(name for name in parameters if name not in seen)
     if rest:
         units.append(Unit(len(units), "none", rest))
@@ -60,10 +74,11 @@ def lower(
     accumulation: Callable[[float], float],
     prefetch: bool,
 ) -> tuple[Program, ...]:
-    """The programs of the ranks `only`. `parameter_bytes`: whole bytes of each parameter; communication(op, bytes): seconds;
-    accumulation(bytes): seconds of adding so many bytes of gradients to those of earlier micro-batches.
+    """The programs of the ranks `only` of every stage, stage by stage. `parameter_bytes`: whole bytes of each parameter; communication(op, bytes):
+    seconds; accumulation(bytes): seconds of adding so many bytes of gradients to those of earlier micro-batches.
     """
     blocks = prepared.blocks
+    pipeline = choice.pipeline if choice.pipeline.chunks else Pipeline.none(len(blocks.blocks))
     functions: dict[str, Function] = {}
     made: dict[str, BlockFunction] = {}
     calls: list[Call] = []
@@ -81,44 +96,60 @@ def lower(
         if port.kind == "parameter"
     )
     summed = {call.number: _summed(call, functions[call.function], unit_of, parameter_bytes, ranks) for call in calls}
-    start: list[Instruction] = []
+    prologue: list[Call] = []
     if prepared.prologue is not None:
         early = prepared.prologue
         functions[early.function.name] = _function(early.function)
         made[early.function.name] = early.function
-        calls.append(Call(len(blocks.blocks), early.function.name, "prologue", _refs(early.reads), early.writes))
-        start.append(Instruction("PROLOGUE", block=len(blocks.blocks)))
+        prologue.append(Call(len(blocks.blocks), early.function.name, "prologue", _refs(early.reads), early.writes))
     loss, outputs, placements, buffers = _results(prepared)
-    held = {ref.name for ref in (*(ref for ref, _ in outputs), *(ref for _, ref in buffers)) if ref.kind == "value"}
-    held |= {loss} if loss else set()
+    results = {ref.name for ref in (*(ref for ref, _ in outputs), *(ref for _, ref in buffers)) if ref.kind == "value"}
+    results |= {loss} if loss else set()
+    routes = Routes.of(calls, functions, pipeline, loss)
+    sent = routes.sent(pipeline, calls, choice.micro_batches, not grad) if pipeline.stages > 1 else {}
+    wires = _wires(prepared, {*routes.readers, *results}) if pipeline.stages > 1 else {}
+    most = _rows(prepared.total, 0, ranks, choice.micro_batches)[0]
+    given = {call.reads[index].name for call in calls for index in functions[call.function].gradients if call.reads[index].kind == "parameter"}
+
+    tied = frozenset(unit.number for unit in choice.units if len(unit.stages) > 1 and grad and unit.parameters[0] in given)
+
+    def weigh(message: Message) -> int:
+        wire = wires[message.name]
+        return wire.whole_bytes(most[message.mb]) if message.gradient else wire.bytes(most[message.mb])
+
     programs = []
-    for rank in only:
+    for stage, rank in ((stage, rank) for stage in range(pipeline.stages) for rank in only):
         rows, starts, whole_rows, whole_start = _rows(prepared.total, rank, ranks, choice.micro_batches)
+        own = [call for call in calls if pipeline.stage(call.number) == stage]
+        held = tuple(unit for unit in choice.units if stage in unit.stages)
 
         def seconds(op: str, call: Call, mb: int, rows: tuple[int, ...] = rows) -> float:
             summing = accumulation(summed[call.number]) if op == "BACKWARD" and mb else 0.0
             return prepared.price(made[call.function], op == "BACKWARD", rows[mb]) + summing
 
         order = Order(
-            calls=calls[: len(blocks.blocks)],
+            calls=calls,
             functions=functions,
-            units=choice.units,
+            units=held,
             kept=kept,
             micro_batches=choice.micro_batches,
             prefetch=prefetch,
-            bytes_of={unit.number: sum(parameter_bytes[name] for name in unit.parameters) for unit in choice.units},
-            held=frozenset(held),
+            bytes_of={unit.number: sum(parameter_bytes[name] for name in unit.parameters) for unit in held},
+            held=frozenset(results),
             joined=mode == "step",
             price=seconds,
             communication=communication,
+            stage=Stage(pipeline, stage, routes, sent, weigh, tied) if pipeline.stages > 1 else None,
         )
         ahead, after = arrange(order, backward=grad)
+        start = [Instruction("PROLOGUE", block=call.number) for call in prologue]
         commit = [Instruction("COMMIT")] if buffers else []
         if mode == "step":
             ahead += [*after, Instruction("LOSS", stream="reduce", bytes=4), *commit]
             after = []
         else:
             ahead += [*commit, Instruction("OUTPUT", stream="gather")]
+        here = own + prologue
         programs.append(
             Program(
                 mode=mode,
@@ -127,9 +158,9 @@ def lower(
                 ranks=ranks,
                 axis=AXIS,
                 instructions=tuple(start + ahead),
-                calls=tuple(calls),
-                functions=functions,
-                units=choice.units,
+                calls=tuple(here),
+                functions=functions if pipeline.stages == 1 else {call.function: functions[call.function] for call in here},
+                units=held,
                 inputs=prepared.slices,
                 total=prepared.total,
                 rows=rows,
@@ -137,7 +168,7 @@ def lower(
                 whole_rows=whole_rows,
                 whole_start=whole_start,
                 share=1.0 / (ranks * choice.micro_batches),
-                keyed=ranks > 1,
+                keyed=ranks * pipeline.stages > 1,
                 constants=dict(prepared.graph.constants),
                 literals=dict(prepared.graph.literals),
                 loss=loss,
@@ -146,9 +177,26 @@ def lower(
                 out_spec=prepared.graph.out_spec,
                 buffers=buffers,
                 after=tuple(after),
+                stage=stage,
+                stages=pipeline.stages,
+                wires=wires,
+                homes={name: routes.home[name] for name in sorted(results)} if pipeline.stages > 1 else {},
             )
         )
     return tuple(programs)
+
+
+def _wires(prepared: Prepared, names: set[str]) -> dict[str, Wire]:
+    """What the values look like that another stage may need."""
+    found = {}
+    for block in prepared.blocks.blocks:
+        for at, name in enumerate(block.writes):
+            if name in names:
+                node = prepared.joint(block.cls).results[at]
+                val, sizes = node.meta["val"], tuple((size.fixed, size.per_row) for size in node.meta["sizes"])
+                expanded = tuple(dim for dim, step in enumerate(val.stride()) if step == 0 and val.shape[dim] > 1)
+                found[name] = Wire(name, sizes, val.dtype, expanded)
+    return found
 
 
 def _summed(call: Call, function: Function, unit_of: Mapping[str, Unit], parameter_bytes: Mapping[str, int], ranks: int) -> float:
@@ -210,7 +258,5 @@ def _function(function: BlockFunction) -> Function:
 
 
 def _replay(footprint: Footprint) -> Replay:
-    events = tuple(
-        Event(kind == "make", storage, size.fixed if size else 0, size.per_row if size else 0) for kind, storage, size in footprint.events
-    )
+    events = tuple(Event(kind == "make", storage, size.fixed if size else 0, size.per_row if size else 0) for kind, storage, size in footprint.events)
     return Replay(footprint.arguments, events, footprint.results)

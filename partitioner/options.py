@@ -13,6 +13,7 @@ from partitioner.lower import Choice, Decision, units_of
 from partitioner.order import EACH_MICRO_BATCH
 from partitioner.passes.block import Block, BlockFunction, Footprint
 from partitioner.passes.rematerialize import Point
+from partitioner.pipeline import Pipeline
 from partitioner.progress import tell
 from partitioner.runtime.optimizer_bytes import state_bytes
 from partitioner.runtime.program import Shard, Unit
@@ -202,16 +203,18 @@ class Options:
 
         return tuple((min(range(len(run.options)), key=lambda at: cost(run.options[at])),) * run.count for run in self.problem(None).runs)
 
-    def verdict(self, choices: Choices) -> Verdict:
+    def verdict(self, choices: Choices, pipeline: Pipeline | None = None) -> Verdict:
         """What was chosen, lowered and simulated."""
-        choice, points = self._choice(choices)
+        choice, points = self._choice(choices, pipeline)
         return Verdict(self.prepared, choice, points, trial(self.task, self.prepared, choice), 0.0)
 
-    def _choice(self, choices: Choices) -> tuple[Choice, tuple[Point, ...]]:
+    def _choice(self, choices: Choices, pipeline: Pipeline | None) -> tuple[Choice, tuple[Point, ...]]:
         indices = [index for run in choices for index in run]
         taken = [options[index] for options, index in zip(self.options, indices, strict=True)]
-        units = units_of(self.blocks, [shard for _, _, shard, _ in taken], tuple(self.task.shapes))
-        return Choice(tuple(decision for _, decision, _, _ in taken), units, self.micro_batches), tuple(point for *_, point in taken)
+        units = units_of(self.blocks, [shard for _, _, shard, _ in taken], tuple(self.task.shapes), pipeline)
+        decisions = tuple(decision for _, decision, _, _ in taken)
+        stages = pipeline or Pipeline.none(len(self.blocks))
+        return Choice(decisions, units, self.micro_batches, stages), tuple(point for *_, point in taken)
 
 
 def _rise(footprint: Footprint, rows: int) -> int:

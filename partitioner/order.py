@@ -6,6 +6,10 @@
                                                                      zero2 and zero3 in every micro-batch, none and zero1 in the last
 
 With `prefetch`, the next block's communication is issued before the current block runs, so that it travels beside the computation.
+
+In a pipeline a stage has turns (pipeline.py): a chunk's forward or backward on a micro-batch. What a turn needs of other stages is asked for
+before it, with `prefetch` one turn earlier, and what it gives is sent behind the block that computes it. Messages from one stage to another are
+asked for in the order in which they are sent. Kept units stay gathered from their first use to their last; TIE comes last.
 """
 
 from bisect import bisect_right
@@ -13,15 +17,17 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
+from partitioner.pipeline import Message, Pipeline, Routes, turns_of, walk
 from partitioner.runtime.program import Call, Function, Instruction, Unit
+from partitioner.schedules import Turn
 
 EACH_MICRO_BATCH = ("zero2", "zero3")
 
 
 @dataclass(frozen=True)
 class Order:
-    """What the order is made from. `kept` units stay gathered from a forward to its backward; `held` values are needed at the end
-    (the loss, outputs, new buffers); price(op, call, micro-batch) and communication(op, bytes) are seconds.
+    """What the order is made from. `kept` units stay gathered from a forward to its backward; `held` values are needed at the end (the loss, outputs,
+    new buffers); price(op, call, micro-batch) and communication(op, bytes) are seconds. With a `stage`, `calls` are the blocks of all stages.
     """
 
     calls: Sequence[Call]
@@ -35,6 +41,21 @@ class Order:
     joined: bool  # False in a forward program: its backward comes later, if at all, so that nothing stays gathered in between
     price: Callable[[str, Call, int], float]
     communication: Callable[[str, int], float]
+    stage: "Stage | None" = None
+
+
+@dataclass(frozen=True)
+class Stage:
+    """One stage of a pipeline. A message has weigh(message) bytes; sent: (source, target) -> messages in the order of their sending
+    (`Routes.sent`); tied: units of several stages, at least one of which has a gradient for them.
+    """
+
+    pipeline: Pipeline
+    number: int
+    routes: Routes
+    sent: dict[tuple[int, int], list[Message]]
+    weigh: Callable[[Message], int]
+    tied: frozenset[int]
 
 
 @dataclass(frozen=True)
@@ -43,6 +64,7 @@ class _Use:
     mb: int
     backward: bool
     units: tuple[int, ...]  # whose whole parameters it reads
+    turn: int  # of this stage
 
 
 def arrange(order: Order, *, backward: bool) -> tuple[list[Instruction], list[Instruction]]:
@@ -58,36 +80,56 @@ class _Writer:
         self.shard = {unit.number: unit.shard for unit in order.units}
         self.here: set[int] = set()  # gathered zero3 units
         self.fresh: set[int] = set()  # refreshed zero1 and zero2 units
-        self.last_reader = {ref.name: call.number for call in order.calls for ref in call.reads if ref.kind == "value"}
-        self.completes = self._completions()
-        self.uses = self._sequence(backward)
+        stage = self.stage = order.stage
+        own = [call for call in order.calls if stage is None or stage.pipeline.stage(call.number) == stage.number]
+        self.last_reader = {ref.name: call.number for call in own for ref in call.reads if ref.kind == "value"}
+        self.turns = self._turns(backward)
+        self.needs = [stage.routes.before(turn, self._calls(turn), stage.number) if stage else [] for turn in self.turns]
+        self.asked: dict[int, int] = defaultdict(int)  # source stage -> how many of its messages were asked for
+        self.has: set[Message] = set()
+        self.uses = self._sequence()
         self.positions: dict[int, list[int]] = defaultdict(list)  # unit -> positions of its uses
         for position, use in enumerate(self.uses):
             for unit in use.units:
                 self.positions[unit].append(position)
+        self.completes = self._completions()
+
+    def _turns(self, backward: bool) -> tuple[Turn, ...]:
+        if self.stage is not None:
+            return turns_of(self.stage.pipeline, self.stage.number, self.order.micro_batches, not backward)
+        return tuple(Turn(op, 0, mb) for mb in range(self.order.micro_batches) for op in (("F", "B") if backward else ("F",)))
+
+    def _calls(self, turn: Turn) -> list[Call]:
+        if self.stage is not None:
+            return [self.order.calls[number] for number in walk(self.stage.pipeline, turn)]
+        return list(self.order.calls if turn.op == "F" else reversed(self.order.calls))
 
     def _completions(self) -> dict[int, list[int]]:
-        """Call -> units whose last gradient its backward gives (backward runs in reverse)."""
-        first_giver: dict[int, int] = {}
-        for call in reversed(self.order.calls):
-            for index in self.order.functions[call.function].gradients:
-                if call.reads[index].kind == "parameter":
-                    first_giver[self.unit_of[call.reads[index].name]] = call.number
+        """Position -> units whose gradients are summed after it: zero2 and zero3 where no further one comes of the micro-batch, others at the end."""
+        givers: dict[int, list[tuple[int, int]]] = defaultdict(list)  # unit -> (position, micro-batch) of what gives it a gradient
+        for position, use in enumerate(self.uses):
+            if use.backward:
+                gradients = (use.call.reads[index] for index in self.order.functions[use.call.function].gradients)
+                for unit in self._units(ref.name for ref in gradients if ref.kind == "parameter"):
+                    givers[unit].append((position, use.mb))
         completes: dict[int, list[int]] = defaultdict(list)
-        for unit, call_number in sorted(first_giver.items()):
-            completes[call_number].append(unit)
+        for unit, given in sorted(givers.items()):
+            for (position, mb), after in zip(given, [*given[1:], (-1, -1)], strict=True):
+                if after[1] == -1 or (self.shard[unit] in EACH_MICRO_BATCH and after[1] != mb):
+                    completes[position].append(unit)
         return completes
 
-    def _sequence(self, backward: bool) -> list[_Use]:
+    def _sequence(self) -> list[_Use]:
         uses = []
-        for mb in range(self.order.micro_batches):
-            for call in self.order.calls:
-                uses.append(_Use(call, mb, False, self._units(ref.name for ref in call.reads if ref.kind == "parameter")))
-            for call in reversed(self.order.calls) if backward else ():
+        for number, turn in enumerate(self.turns):
+            for call in self._calls(turn):
+                if turn.op == "F":
+                    uses.append(_Use(call, turn.mb, False, self._units(ref.name for ref in call.reads if ref.kind == "parameter"), number))
+                    continue
                 function = self.order.functions[call.function]
                 if function.backward is not None:
                     again = (call.reads[index] for kind, index in function.saved if kind == "read")
-                    uses.append(_Use(call, mb, True, self._units(ref.name for ref in again if ref.kind == "parameter")))
+                    uses.append(_Use(call, turn.mb, True, self._units(ref.name for ref in again if ref.kind == "parameter"), number))
         return uses
 
     def _units(self, names: Iterable[str]) -> tuple[int, ...]:
@@ -95,12 +137,42 @@ class _Writer:
 
     def write(self) -> tuple[list[Instruction], list[Instruction]]:
         split: int | None = None
+        turn = -1
         for position, use in enumerate(self.uses):
             if use.backward and split is None:
                 split = len(self.out)
+            if use.turn != turn:
+                turn = use.turn
+                for number in range(turn, min(turn + 1 + self.order.prefetch, len(self.turns))):
+                    for message in self.needs[number]:
+                        self._ask(message)
             self._use(use, position)
+        for unit in self.order.units:
+            if self.stage is not None and unit.number in self.stage.tied:
+                size = self.order.bytes_of[unit.number]
+                self._say(Instruction("TIE", unit=unit.number, stream="reduce", bytes=size, seconds=self.order.communication("TIE", size)))
         at = len(self.out) if split is None else split
         return self.out[:at], self.out[at:]
+
+    def _say(self, instruction: Instruction) -> None:
+        self.out.append(instruction)
+
+    def _ask(self, message: Message) -> None:
+        """Ask for a message, and before it for all that its stage sends earlier."""
+        assert self.stage is not None
+        coming = self.stage.sent[message.source, message.target]
+        while message not in self.has:
+            following = coming[self.asked[message.source]]
+            self.asked[message.source] += 1
+            self.has.add(following)
+            self._say(self._transfer("RECV", following, following.source))
+
+    def _transfer(self, op: str, message: Message, stage: int) -> Instruction:
+        assert self.stage is not None
+        size = self.stage.weigh(message)
+        seconds = self.order.communication("SEND", size) if op == "SEND" else 0.0
+        name = f"{op}_GRADIENT" if message.gradient else op
+        return Instruction(name, mb=message.mb, value=message.name, stage=stage, stream="send", bytes=size, seconds=seconds)
 
     def _use(self, use: _Use, position: int) -> None:
         self._bring(use)
@@ -111,12 +183,17 @@ class _Writer:
         call = use.call
         op = "BACKWARD" if use.backward else "FORWARD"
         seconds = self.order.price(op, call, use.mb)
-        self.out.append(Instruction(op, block=call.number, mb=use.mb, drops=() if use.backward else self._drops(call), seconds=seconds))
+        self._say(Instruction(op, block=call.number, mb=use.mb, drops=() if use.backward else self._drops(call), seconds=seconds))
+        if self.stage is not None:
+            routes = self.stage.routes
+            leaving = routes.after_backward(call, use.mb, self.stage.number) if use.backward else routes.after_forward(call, use.mb)
+            for message in leaving:
+                self._say(self._transfer("SEND", message, message.target))
         unread = tuple(name for name in call.writes if name not in self.last_reader and name not in self.order.held)
         if unread and not use.backward:
-            self.out.append(Instruction("DROP", mb=use.mb, drops=unread))
+            self._say(Instruction("DROP", mb=use.mb, drops=unread))
         self._free(use, position)
-        for unit in self.completes.get(call.number, ()) if use.backward else ():
+        for unit in self.completes.get(position, ()):
             self._reduce(unit, use.mb)
 
     def _drops(self, call: Call) -> tuple[str, ...]:
@@ -134,7 +211,7 @@ class _Writer:
                 op = "GATHER"
             else:
                 continue
-            self.out.append(Instruction(op, unit=unit, stream="gather", bytes=size, seconds=self.order.communication(op, size)))
+            self._say(Instruction(op, unit=unit, stream="gather", bytes=size, seconds=self.order.communication(op, size)))
 
     def _free(self, use: _Use, position: int) -> None:
         for unit in use.units:
@@ -145,15 +222,14 @@ class _Writer:
             later = uses[at] if at < len(uses) else None
             turn = later is not None and self.uses[later].backward and not use.backward
             soon = later == position + 1 and (self.order.joined or self.uses[later].backward == use.backward)
-            if later is not None and (soon or (turn and unit in self.order.kept and self.uses[later].mb == use.mb)):
+            kept = unit in self.order.kept and (self.stage is not None or (turn and later is not None and self.uses[later].mb == use.mb))
+            if later is not None and (soon or kept):
                 continue
             self.here.discard(unit)
-            self.out.append(Instruction("FREE", unit=unit, bytes=self.order.bytes_of[unit]))
+            self._say(Instruction("FREE", unit=unit, bytes=self.order.bytes_of[unit]))
 
     def _reduce(self, unit: int, mb: int) -> None:
         each = self.shard[unit] in EACH_MICRO_BATCH
-        if not each and mb != self.order.micro_batches - 1:
-            return
         size = self.order.bytes_of[unit]
         seconds = self.order.communication(f"REDUCE {self.shard[unit]}", size)
-        self.out.append(Instruction("REDUCE", unit=unit, mb=mb if each else None, stream="reduce", bytes=size, seconds=seconds))
+        self._say(Instruction("REDUCE", unit=unit, mb=mb if each else None, stream="reduce", bytes=size, seconds=seconds))

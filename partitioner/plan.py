@@ -12,12 +12,14 @@ from pydantic import AliasChoices, BaseModel, ConfigDict, Field, PrivateAttr, fi
 
 from partitioner.cluster import Cluster
 from partitioner.errors import PlanError
+from partitioner.schedules import chunks_of
 
 PLAN_VERSION: Literal[1] = 1
 
 Name = Annotated[str, Field(max_length=1000)]
 Count = Annotated[int, Field(ge=0, le=2**53)]  # what every JSON reader keeps exactly
 Seconds = Annotated[float, Field(ge=0, le=1e12, allow_inf_nan=False)]
+Schedule = Literal["gpipe", "1f1b", "interleaved", "zb-h1", "zb-v"]
 Shard = Literal["none", "zero1", "zero2", "zero3"]
 _T = TypeVar("_T")
 Many = Annotated[tuple[_T, ...], Field(fail_fast=True)]
@@ -67,13 +69,17 @@ class ClassPlan(_Part):
 
 
 class BlockPlan(_Part):
-    """One block: where its parameters lie between steps, whether they stay gathered until backward, and what it saves."""
+    """One block: where its parameters lie between steps, whether they stay gathered until backward, what it saves, and its stage.
+
+    stage: ascending from 0; in an interleaved schedule a pipeline rank has several.
+    """
 
     label: Name
     block_class: Name = Field(validation_alias=AliasChoices("block_class", "class"), serialization_alias="class")
     shard: Shard = "none"
     keep_gathered: bool = False
     saved: Name
+    stage: Annotated[int, Field(ge=0, le=1_000_000)] = 0
 
 
 class Replicated(_Part):
@@ -193,6 +199,7 @@ class Plan(_Part):
     fingerprint: Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
     mesh: dict[Literal["pp", "dp", "tp"], Annotated[int, Field(ge=1, le=1_000_000)]]
     micro_batches: Annotated[int, Field(ge=1, le=1_000_000)] = 1
+    schedule: Schedule = "1f1b"
     batch: Batch
     classes: dict[Name, ClassPlan]
     blocks: Many[BlockPlan]
@@ -230,9 +237,18 @@ class Plan(_Part):
         ranks = sum(run.ranks for run in self.predicted.runs)
         if ranks != self.ranks:
             raise ValueError(f"the mesh {self.mesh} has {self.ranks} ranks but {ranks} are predicted")
+        stages = chunks_of(self.schedule, self.stages)
+        numbers = [block.stage for block in self.blocks]
+        if numbers != sorted(numbers) or set(numbers) - set(range(stages)) or (stages > 1 and len(set(numbers)) < stages):
+            raise ValueError(f"the blocks' stages must ascend from 0 to {stages - 1} without a gap ({self.schedule} over {self.stages} ranks)")
         if self.batch.rows is not None and self.micro_batches > max(self.batch.rows, 1):
             raise ValueError(f"{self.micro_batches} micro-batches cannot be cut from {self.batch.rows} rows")
         return self
+
+    @property
+    def stages(self) -> int:
+        """Pipeline ranks."""
+        return self.mesh.get("pp", 1)
 
     @property
     def ranks(self) -> int:

@@ -15,6 +15,7 @@ from partitioner.prepare import check_micro_batches, most_micro_batches
 from partitioner.progress import tell
 from partitioner.quantities import format_bytes
 from partitioner.solver import Problem, breakdown, least_memory, solve
+from partitioner.stages import decide_stages
 from partitioner.trial import Task, Verdict
 from partitioner.wording import counted
 
@@ -23,6 +24,8 @@ _CORRECTIONS = 5
 
 def decide(task: Task) -> Verdict:
     """The fastest choice whose simulated peak fits. Raises InfeasibleError saying how much the leanest choice takes."""
+    if task.stages > 1:
+        return decide_stages(task)
     pinned = task.constraints.micro_batches
     if pinned is not None:
         check_micro_batches(task.prepared(pinned), task.ranks, pinned)

@@ -1,6 +1,6 @@
 """From one capture to functions: placed, cut into block classes, differentiated; split and emitted for each saved set that is asked for.
 
-    Graph → dims → batch → place → blocks → (per class, on demand) joint → (per saved set, on demand) BlockFunction
+Graph → dims → batch → place → blocks → (per class, on demand) joint → (per saved set, on demand) BlockFunction
 """
 
 from collections.abc import Callable, Mapping
@@ -162,8 +162,10 @@ class Prepared:
         return self._functions[key]
 
 
-def prepare(graph: Graph, *, batch_dim: Any, ranks: int, in_time: bool, seconds: Seconds) -> Prepared:
-    """Place the captured graph over `ranks`, and over micro-batches when `in_time`, and cut it into blocks.
+def prepare(graph: Graph, *, batch_dim: Any, ranks: int, in_time: bool, keyed: bool, at_least: int = 1, seconds: Seconds) -> Prepared:
+    """Place the captured graph over `ranks`, and over micro-batches when `in_time`, and cut it into blocks, `at_least` so many if it can be.
+
+    keyed: several ranks draw random numbers, by key.
 
     Raises BatchError where `batch_dim` contradicts the graph.
     """
@@ -189,7 +191,7 @@ def prepare(graph: Graph, *, batch_dim: Any, ranks: int, in_time: bool, seconds:
     total = None if batch is None else batch.total
     rows = 1 if total is None else -(-total // ranks)
     prologue = None if placed.prologue is None else _prologue(placed.prologue, rows)
-    return Prepared(graph, placed, batch, cut_blocks(placed.graph), prologue, total, rows, ranks > 1, seconds)
+    return Prepared(graph, placed, batch, cut_blocks(placed.graph, at_least), prologue, total, rows, keyed, seconds)
 
 
 def most_micro_batches(prepared: Prepared, ranks: int) -> int:

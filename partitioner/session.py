@@ -30,9 +30,10 @@ from partitioner.passes.graph import Graph
 from partitioner.passes.trained import trained
 from partitioner.passes.tree import map_tensors, named_leaves
 from partitioner.passes.verify import verify as verify_capture
+from partitioner.pipeline import Pipeline
 from partitioner.plan import Plan
 from partitioner.planner import decide
-from partitioner.prepare import AXIS, Prepared, check_micro_batches, most_micro_batches, prepare
+from partitioner.prepare import Prepared, check_micro_batches, most_micro_batches, prepare
 from partitioner.prices import Prices
 from partitioner.progress import tell
 from partitioner.quantities import parse_bytes
@@ -41,11 +42,14 @@ from partitioner.runtime.module import ParallelModule
 from partitioner.runtime.parameters import shapes_of
 from partitioner.runtime.program import Program, Request, Unit
 from partitioner.runtime.simulator import storage_bytes
+from partitioner.schedules import chunks_of
 from partitioner.trial import Shapes, Task, Verdict, communication, sizes_of, trial
 
 
-def _prepared(graph: Graph, batch_dim: Any, prices: Prices, ranks: int, in_time: bool) -> Prepared:
-    return prepare(graph, batch_dim=batch_dim, ranks=ranks, in_time=in_time, seconds=replace(prices, ranks=ranks).op)
+def _prepared(graph: Graph, batch_dim: Any, prices: Prices, ranks: int, in_time: bool, chunks: int = 1) -> Prepared:
+    seconds = replace(prices, ranks=ranks).op
+    keyed = ranks * chunks > 1
+    return prepare(graph, batch_dim=batch_dim, ranks=ranks, in_time=in_time, keyed=keyed, at_least=chunks, seconds=seconds)
 
 
 def _dim(number: int | None) -> str:
@@ -104,6 +108,8 @@ class Session:
         self.args, self.kwargs = map_tensors(Tensor.contiguous, example_call(model, example_inputs, example_kwargs))
         self.cluster, self.ranks = cluster, cluster.devices
         self.constraints = parse(constraints, self.ranks)
+        self.stages = self.constraints.pp or 1
+        self.chunks = chunks_of(self.constraints.schedule or "1f1b", self.stages)
         self.memory_bytes = None if memory is None else parse_bytes(memory)
         self.leaves: dict[str, Any] = dict(named_leaves(self.args, self.kwargs, self.targets, self.has_targets)[0])
         _refuse_empty(self.leaves)
@@ -124,6 +130,11 @@ class Session:
         self._choice: Choice | None = None
         self._planned_for: Prepared | None = None
         self._planned: dict[str, tuple[Decision, float]] = {}  # block label -> its decision and the share of bytes that it saves
+
+    @property
+    def dp(self) -> int:
+        """Ranks of a stage."""
+        return self.ranks // self.stages
 
     def _batch_dims(self, given: Any) -> Any:
         """`batch_dim` as "auto", an int, or a dict path -> int | None."""
@@ -214,9 +225,9 @@ class Session:
 
     def _ready(self, request: Request, micro_batches: int) -> Prepared:
         in_time = micro_batches > 1
-        key = (self._key(request), in_time or self.ranks > 1)
+        key = (self._key(request), in_time or self.dp > 1)
         if key not in self._prepared:
-            self._prepared[key] = _prepared(self._graph(request), self.batch_dim, self._prices, self.ranks, in_time)
+            self._prepared[key] = _prepared(self._graph(request), self.batch_dim, self._prices, self.dp, in_time, self.chunks)
         return self._prepared[key]
 
     # --- planning ----------------------------------------------------------------------------------------------
@@ -226,6 +237,7 @@ class Session:
         """Decide, or take over the decisions of `given`."""
         if given is not None:
             self._belongs(given)
+            self.stages, self.chunks = given.stages, chunks_of(given.schedule, given.stages)
         request = Request("step", self.model.training, self.leaves, True)
         tell("capturing the model")
         graph = self._graph(request)
@@ -236,7 +248,8 @@ class Session:
         task = Task(
             prepared=lambda micro_batches: self._ready(request, micro_batches),
             cluster=self.cluster,
-            ranks=self.ranks,
+            ranks=self.dp,
+            stages=self.stages,
             shapes=self.shapes,
             fixed_bytes=self._fixed_bytes(graph),
             capacity_bytes=self.cluster.memory_bytes if self.memory_bytes is None else self.memory_bytes,
@@ -274,7 +287,6 @@ class Session:
         if given.ranks != self.ranks:
             raise PlanError(f"the plan is for {given.ranks} ranks, but gpus asks for {self.ranks}; write gpus={given.ranks} or make a new plan")
         for name, planned, here in (
-            ("mesh", given.mesh, {AXIS: self.ranks}),
             ("precision", given.precision, self.precision),
             ("mode", *("training" if mode else "evaluation" for mode in (given.training, self.model.training))),
         ):
@@ -293,7 +305,7 @@ class Session:
 
     def _follow(self, task: Task, given: Plan) -> Verdict:
         prepared = task.prepared(given.micro_batches)
-        check_micro_batches(prepared, self.ranks, given.micro_batches)
+        check_micro_batches(prepared, self.dp, given.micro_batches)
         if (planned := {leaf.path: leaf.dim for leaf in given.batch.leaves}) != (found := cuts_of(prepared)):
             differing = next(path for path in {**planned, **found} if planned.get(path) != found.get(path))
             raise PlanError(
@@ -349,22 +361,30 @@ class Session:
         planned = self._made()
         micro_batches = planned.micro_batches if request.mode == "step" else 1
         prepared = self._like_planned(request, micro_batches)
-        micro_batches = min(micro_batches, most_micro_batches(prepared, self.ranks))
+        micro_batches = min(micro_batches, most_micro_batches(prepared, self.dp))
         decisions = list(planned.decisions) if prepared is self._planned_for else []
         for block in prepared.blocks.blocks if not decisions else ():
             decision, share = self._planned.get(block.label, (Decision(frozenset()), 1.0))
             decisions.append(Decision(prepared.nearest(block.cls, decision.saved, share, FRONTIER_POINTS), decision.keep_gathered))
         programs = lower(
             prepared,
-            Choice(tuple(decisions), planned.units, micro_batches),
+            Choice(tuple(decisions), planned.units, micro_batches, self._stages_like_planned(prepared)),
             mode=request.mode,
-            grad=request.grad,
-            ranks=self.ranks,
-            only=range(self.ranks),
+            grad=request.grad and (self.stages == 1 or request.mode == "step"),
+            ranks=self.dp,
+            only=range(self.dp),
             parameter_bytes=sizes_of(self.shapes),
-            communication=communication(self.cluster, self.ranks),
+            communication=communication(self.cluster, self.dp),
             accumulation=partial(accumulate_seconds, cluster=self.cluster),
             prefetch=self.cluster.overlap,
         )
         check(programs)
         return programs
+
+    def _stages_like_planned(self, prepared: Prepared) -> Pipeline:
+        """Where the blocks of another capture run."""
+        planned = self._made()
+        if prepared is self._planned_for or self._planned_for is None:
+            return planned.pipeline
+        holders = {name: frozenset(unit.stages) for unit in planned.units for name in unit.parameters}
+        return planned.pipeline.alike(self._planned_for.blocks.blocks, prepared.blocks.blocks, holders)

@@ -14,7 +14,7 @@ from partitioner.passes.rematerialize import Point
 from partitioner.prepare import Prepared
 from partitioner.runtime.optimizer_bytes import planned_bytes
 from partitioner.runtime.program import Program
-from partitioner.runtime.simulator import Simulation, simulate
+from partitioner.runtime.simulator import Lasting, Simulation, simulate_together
 from partitioner.runtime.unit_bytes import UnitBytes
 
 Shapes = dict[str, tuple[tuple[int, ...], torch.dtype, bool]]
@@ -25,13 +25,15 @@ Local = tuple[tuple[int, ...], torch.dtype]
 class Task:
     """What the planner is asked.
 
-    prepared(m): the capture, ready for m micro-batches. shapes: (shape, dtype, trainable) of every parameter. fixed_bytes: storage bytes of
-    every input leaf, buffer and constant. capacity_bytes: what one device may hold. optimizer_seconds(local shapes): of one `optimizer.step`.
+    prepared(m): the capture, ready for m micro-batches. ranks: of each of the `stages`. shapes: (shape, dtype, trainable) of every parameter.
+    fixed_bytes: storage bytes of every input leaf, buffer and constant. capacity_bytes: what one device may hold. optimizer_seconds(local
+    shapes): of one `optimizer.step`.
     """
 
     prepared: Callable[[int], Prepared]
     cluster: Cluster
     ranks: int
+    stages: int
     shapes: Shapes
     fixed_bytes: Mapping[str, int]
     capacity_bytes: int
@@ -50,6 +52,10 @@ def communication(cluster: Cluster, ranks: int) -> Callable[[str, int], float]:
     scatter = "all_reduce" if cluster.device == "cpu" else "reduce_scatter"  # gloo scatters by an all-reduce
 
     def seconds(op: str, size: int) -> float:
+        if op == "SEND":
+            return cluster.intra.base_seconds + cluster.intra.alpha_seconds + size / cluster.intra.bytes_per_second
+        if op == "TIE":
+            return collective_seconds("all_reduce", size, 2, cluster)
         if op in ("REFRESH", "GATHER"):
             return collective_seconds("all_gather", size, ranks, cluster)
         return collective_seconds("all_reduce" if op == "REDUCE none" else scatter, size, ranks, cluster)  # type: ignore[arg-type]
@@ -90,7 +96,7 @@ class Verdict:
 
 
 def trial(task: Task, prepared: Prepared, choice: Choice) -> tuple[Trial, ...]:
-    """Lower a choice to step programs and simulate them, rank by rank as `ranks_to_simulate` lists them."""
+    """Lower a choice to step programs and simulate them, all stages together: of each the ranks that `ranks_to_simulate` lists."""
     programs = lower(
         prepared,
         choice,
@@ -103,25 +109,26 @@ def trial(task: Task, prepared: Prepared, choice: Choice) -> tuple[Trial, ...]:
         accumulation=partial(accumulate_seconds, cluster=task.cluster),
         prefetch=task.cluster.overlap,
     )
-    trials: list[Trial] = []
-    played: dict[Hashable, Simulation] = {}  # ranks with as many rows that step on equal shapes do the same
-    for program in programs:
-        ghosts = UnitBytes.of(choice.units, task.shapes, task.ranks, program.rank)
-        local = [shape for ghost in ghosts.values() for shape in ghost.local_shapes()]
-        alike = (program.rows, program.whole_rows, tuple(local))
+    stages = choice.pipeline.stages
+    columns = [programs[at :: len(programs) // stages] for at in range(len(programs) // stages)]  # the programs that send to each other
+    played: dict[Hashable, list[Simulation]] = {}  # ranks with as many rows that step on equal shapes do the same
+    found: dict[tuple[int, int], Trial] = {}
+    for column in columns:
+        ghosts = [UnitBytes.of(program.units, task.shapes, task.ranks, program.rank) for program in column]
+        local = [tuple(shape for ghost in units.values() for shape in ghost.local_shapes()) for units in ghosts]
+        alike = (column[0].rows, column[0].whole_rows, tuple(local))
         if alike not in played:
-            state, temporary = planned_bytes(task.optimizer, local, task.cluster.device)
-            played[alike] = simulate(
-                program,
-                bytes_of=task.fixed_bytes,
-                unit_bytes=ghosts,
-                optimizer_state_bytes=state,
-                optimizer_temporary_bytes=temporary,
-                optimizer_seconds=task.optimizer_seconds(local),
-                overlap=task.cluster.overlap,
-            )
-        trials.append(Trial(program, played[alike]))
-    return tuple(trials)
+            lasting = [_lasting(task, units, shapes) for units, shapes in zip(ghosts, local, strict=True)]
+            played[alike] = simulate_together(list(zip(column, lasting, strict=True)), overlap=task.cluster.overlap)
+        for program, simulation in zip(column, played[alike], strict=True):
+            found[program.stage, program.rank] = Trial(program, simulation)
+    return tuple(found[program.stage, program.rank] for program in programs)
+
+
+def _lasting(task: Task, units: Mapping[int, UnitBytes], local: Sequence[Local]) -> Lasting:
+    """What a rank holds and does besides its program."""
+    state, temporary = planned_bytes(task.optimizer, local, task.cluster.device)
+    return Lasting(task.fixed_bytes, units, state, temporary, task.optimizer_seconds(local))
 
 
 def size_of(shape: Sequence[int], dtype: torch.dtype) -> int:

@@ -20,7 +20,7 @@ from partitioner.passes.flow import Flow, gradient_flow, is_integer
 from partitioner.passes.graph import Graph, Input, module_of
 from partitioner.passes.layout import is_expanded
 from partitioner.passes.randomness import random
-from partitioner.passes.segment import Unit, segment
+from partitioner.passes.segment import Unit, finer, segment
 
 _RANDOM = random._opoverload
 
@@ -41,12 +41,16 @@ class _Draft:
     tangents: tuple[int, ...] = ()
 
 
-def cut(graph: Graph) -> Blocks:
-    """Cut and fold; linear in the number of ops. Ops that no result needs are left out (but for draws of random numbers)."""
+def cut(graph: Graph, at_least: int = 1) -> Blocks:
+    """Cut and fold; linear in the number of ops. Ops that no result needs are left out (but for draws of random numbers).
+
+    at_least: blocks that are wanted, however small, if there are as many ops.
+    """
     inputs = dict(zip(graph.placeholders, graph.inputs, strict=True))
     order = _order(graph)
     weights = {n: _bytes(n) for n, i in inputs.items() if i.kind == "parameter"}
     units = [unit for unit in _sink(segment(order, weights) if order else [], inputs) if unit.ops]
+    units = finer(units, at_least)
     flow = gradient_flow(graph)
     rows = next((n for n, i in inputs.items() if i.kind == "scalar" and i.name == "rows"), None)
     if rows is None:  # blocks of a graph that never asks for the rows may still see them in the shapes of their reads

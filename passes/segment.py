@@ -288,6 +288,23 @@ def _repeats(unit: Unit, shape: _Signatures) -> list[Unit]:
 
 def _at_few_bytes(unit: Unit) -> list[Unit]:
     """Cut into pieces of about half of MANY_OPS, each at the place near its end where the fewest bytes are live."""
+    return _pieces(unit, -(-len(unit.ops) * 2 // MANY_OPS))
+
+
+def finer(units: Sequence[Unit], at_least: int) -> list[Unit]:
+    """Halve the units of most ops, where few bytes are live, until there are so many as are asked for, or none can be halved."""
+    done = list(units)
+    while len(done) < at_least:
+        at = max(range(len(done)), key=lambda number: len(done[number].ops), default=None)
+        pieces = [] if at is None else _pieces(done[at], 2)
+        if at is None or len(pieces) < 2:
+            break
+        done[at : at + 1] = pieces
+    return done
+
+
+def _pieces(unit: Unit, count: int) -> list[Unit]:
+    """About equal pieces, each cut at the place near its end where the fewest bytes are live."""
     ops = unit.ops
     place = {op: at for at, op in enumerate(ops)}
     live = [0] * (len(ops) + 1)  # live[i]: bytes made before op i and used at or after it
@@ -301,7 +318,6 @@ def _at_few_bytes(unit: Unit) -> list[Unit]:
                 live[last + 1] -= size
     for at in range(1, len(live)):
         live[at] += live[at - 1]
-    count = -(-len(ops) * 2 // MANY_OPS)
     target = len(ops) / count
     cuts, begin = [], 0
     for piece in range(1, count):

@@ -9,18 +9,15 @@
 | gradients | reduced after they were accumulated (zero2, zero3: each micro-batch's before the next one's), never without any |
 | collectives | the same ones in the same order with the same bytes on every rank of the axis: then none can wait for another forever |
 | rows | the ranks' rows are the batch, in rank order, each row once |
+| stages | every SEND has its RECV, messages from one stage to another in one order; the stages come to their end together (check_stages.py) |
 """
 
-import re
 from collections.abc import Sequence
 
 from partitioner.errors import ProgramError
-from partitioner.runtime.inputs import spread
+from partitioner.runtime.check_ranks import check_ranks, excerpt
 from partitioner.runtime.program import OPS, Call, Function, Instruction, Program, Ref
-from partitioner.runtime.text import FIELDS, instruction_text
-
-COLLECTIVES = ("REFRESH", "GATHER", "REDUCE", "LOSS", "OUTPUT")
-_INSIDE = re.compile(r"partitioner\.(all_reduce|all_gather|reduce_scatter)\b")
+from partitioner.runtime.text import FIELDS
 
 
 def check(programs: Sequence[Program]) -> None:
@@ -29,15 +26,7 @@ def check(programs: Sequence[Program]) -> None:
         raise ProgramError("there is no program to check; lower one per rank first")
     for program in programs:
         _Walk(program).run()
-    _check_ranks(programs)
-    _check_order(programs)
-
-
-def _excerpt(lines: Sequence[Instruction], index: int) -> str:
-    shown = []
-    for position in range(max(0, index - 2), min(len(lines), index + 3)):
-        shown.append(f"{'-->' if position == index else '   '} {position:4d}  {instruction_text(lines[position])}")
-    return "\n".join(shown)
+    check_ranks(programs)
 
 
 class _Walk:
@@ -70,8 +59,11 @@ class _Walk:
         return readers
 
     def fail(self, what: str, way: str) -> ProgramError:
-        place = f"rank {self.program.rank}, line {self.index}" if self.index < len(self.lines) else f"rank {self.program.rank}, at its end"
-        return ProgramError(f"{place}: {what}; {way}\n{_excerpt(self.lines, min(self.index, len(self.lines) - 1))}")
+        stage = f"stage {self.program.stage}, " if self.program.stages > 1 else ""
+        place = (
+            f"{stage}rank {self.program.rank}, line {self.index}" if self.index < len(self.lines) else f"{stage}rank {self.program.rank}, at its end"
+        )
+        return ProgramError(f"{place}: {what}; {way}\n{excerpt(self.lines, min(self.index, len(self.lines) - 1))}")
 
     def run(self) -> None:
         for index, instruction in enumerate(self.lines):
@@ -90,7 +82,7 @@ class _Walk:
         if instruction.op not in OPS:
             raise ProgramError(f"rank {self.program.rank}, line {self.index}: {instruction.op!r} is no instruction; known are {', '.join(OPS)}")
         required, optional = FIELDS[instruction.op]
-        present = {name for name in ("block", "unit", "mb") if getattr(instruction, name) is not None}
+        present = {name for name in ("block", "unit", "mb", "value", "stage") if getattr(instruction, name) is not None}
         if instruction.drops:
             present.add("values" if instruction.op == "DROP" else "drops")
         if instruction.bytes:
@@ -236,22 +228,59 @@ class _Walk:
         if instruction.mb is not None and instruction.mb != mb:
             raise self.fail(f"the gradients of unit {number} come from micro-batch {mb} (line {line}), not {instruction.mb}", f"write mb {mb}")
 
+    def _tie(self, instruction: Instruction) -> None:
+        unit = self.program.unit_numbered[instruction.unit or 0]
+        if len(unit.stages) < 2:
+            raise self.fail(f"unit {unit.number} is held by this stage alone", "remove the line")
+        if unit.number in self.accumulated:
+            raise self.fail(f"the gradients of unit {unit.number} are not summed over the ranks yet", f"put REDUCE unit {unit.number} before")
+
+    def _wired(self, instruction: Instruction) -> tuple[str, int]:
+        name = instruction.value or ""
+        if self.program.stages < 2 or name not in self.program.wires:
+            raise self.fail(f"{name} does not cross stages here", "list it in Program.wires, or remove the line")
+        return name, instruction.mb or 0
+
+    def _send(self, instruction: Instruction) -> None:
+        self._read(Ref("value", self._wired(instruction)[0]), instruction.mb)
+
+    def _recv(self, instruction: Instruction) -> None:
+        name, mb = self._wired(instruction)
+        if (name, mb) in self.values or (name, mb) in self.gone:
+            raise self.fail(f"{name} of micro-batch {mb} is received, but it is or was here already", "receive every value once")
+        self.values.add((name, mb))
+
+    def _send_gradient(self, instruction: Instruction) -> None:
+        name, mb = self._wired(instruction)
+        for reader in self.readers.get(name, ()):
+            if (reader, mb) in self.saved:
+                raise self.fail(
+                    f"the gradient of {name} is not complete: block {reader} reads it and has its BACKWARD later",
+                    f"put BACKWARD block {reader} mb {mb} before",
+                )
+
+    def _recv_gradient(self, instruction: Instruction) -> None:
+        self._wired(instruction)
+
     def _loss(self, instruction: Instruction) -> None:
         if self.program.loss is None:
             raise self.fail("LOSS stands in a program that names no loss value", "set Program.loss, or remove the line")
+        if not self.program.computes(self.program.loss):
+            return
         for mb in range(len(self.program.rows)):
             self._give_up((self.program.loss,), mb)
 
     def _commit(self, instruction: Instruction) -> None:
         mb = len(self.program.rows) - 1
-        for _, ref in self.program.buffers:
+        mine = [ref for _, ref in self.program.buffers if ref.kind != "value" or self.program.computes(ref.name)]
+        for ref in mine:
             self._read(ref, mb)
-        self._give_up(tuple(dict.fromkeys(ref.name for _, ref in self.program.buffers if ref.kind == "value")), mb)
+        self._give_up(tuple(dict.fromkeys(ref.name for ref in mine if ref.kind == "value")), mb)
 
     def _output(self, instruction: Instruction) -> None:
         if self.program.mode != "forward":
             raise self.fail("OUTPUT stands in a step program, which returns its loss alone", "remove the line")
-        names = dict.fromkeys(ref.name for ref, _ in self.program.outputs if ref.kind == "value")
+        names = dict.fromkeys(ref.name for ref, _ in self.program.outputs if ref.kind == "value" and self.program.computes(ref.name))
         for ref, _ in self.program.outputs:
             if ref.kind not in ("value", "literal", "input"):
                 self._read(ref, 0)
@@ -282,67 +311,3 @@ class _Walk:
         for number in self.whole:
             if self.program.unit_numbered[number].shard == "zero3":
                 raise self.fail(f"unit {number} is still gathered at the end", f"add FREE unit {number}")
-
-
-def _check_ranks(programs: Sequence[Program]) -> None:
-    first = programs[0]
-    ranks = [program.rank for program in programs]
-    if len(set(ranks)) != len(ranks) or not all(0 <= rank < first.ranks for rank in ranks):
-        raise ProgramError(f"the programs are those of ranks {ranks} of {first.ranks}; give each rank one program")
-    for program in programs:
-        for field in ("mode", "training", "ranks", "axis", "total", "share", "keyed", "loss", "units", "outputs", "output_placements", "buffers"):
-            if getattr(program, field) != getattr(first, field):
-                raise ProgramError(
-                    f"rank {program.rank} has {field} {getattr(program, field)!r}, rank {first.rank} has {getattr(first, field)!r}; "
-                    "ranks of one axis must be lowered from one plan"
-                )
-        if program.total is None:
-            continue
-        counts = spread(program.total, program.ranks)
-        if program.whole_rows != counts[program.rank] or program.whole_start != sum(counts[: program.rank]):
-            raise ProgramError(
-                f"rank {program.rank} takes {program.whole_rows} rows from {program.whole_start}; of {program.total} rows over {program.ranks} ranks "
-                f"its share is {counts[program.rank]} from {sum(counts[: program.rank])}"
-            )
-        starts = [program.whole_start + sum(program.rows[:mb]) for mb in range(len(program.rows))]
-        if sum(program.rows) != program.whole_rows or list(program.starts) != starts:
-            raise ProgramError(
-                f"rank {program.rank} cuts its {program.whole_rows} rows into micro-batches of {list(program.rows)} from {list(program.starts)}; "
-                f"they must follow each other and add up: {starts}"
-            )
-
-
-def _communications(program: Program) -> list[tuple[str, int]]:
-    """(what, line) of everything that talks to other ranks, blocks with collectives inside included."""
-    talking = {name for name, function in program.functions.items() if _INSIDE.search(function.source)}
-    result = []
-    for line, instruction in enumerate((*program.instructions, *program.after)):
-        inside = instruction.block is not None and program.call_of[instruction.block].function in talking
-        if inside or (instruction.op in COLLECTIVES and program.ranks > 1):
-            result.append((instruction_text(instruction), line))
-    return result
-
-
-def _check_order(programs: Sequence[Program]) -> None:
-    first = programs[0]
-    expected = _communications(first)
-    sources = {name: function.source for name, function in first.functions.items()}
-    for program in programs[1:]:
-        if {name: function.source for name, function in program.functions.items()} != sources:
-            raise ProgramError(
-                f"ranks {first.rank} and {program.rank} hold different functions; rows must be arguments of one function, not constants of two"
-            )
-        found = _communications(program)
-        for position in range(max(len(expected), len(found))):
-            left = expected[position] if position < len(expected) else None
-            right = found[position] if position < len(found) else None
-            if left is not None and right is not None and left[0] == right[0]:
-                continue
-            sides = []
-            for each, side in ((first, left), (program, right)):
-                lines = (*each.instructions, *each.after)
-                sides.append(f"rank {each.rank}:\n" + ("    … no collective any more" if side is None else _excerpt(lines, side[1])))
-            raise ProgramError(
-                f"ranks {first.rank} and {program.rank} would wait for each other forever: their collective {position} differs; "
-                "put the same collectives in the same order on both\n" + "\n".join(sides)
-            )

@@ -17,8 +17,9 @@ from partitioner.errors import NonFiniteError, ProgramError
 from partitioner.runtime.beat import Place
 from partitioner.runtime.inputs import join, narrow
 from partitioner.runtime.nonfinite import find_origin
-from partitioner.runtime.player import Player
-from partitioner.runtime.program import Function, Instruction, Program, Ref, Slice, Unit
+from partitioner.runtime.pipe import Pipe
+from partitioner.runtime.player import Message, Player
+from partitioner.runtime.program import Function, Instruction, Program, Ref, Slice, Unit, Wire
 from partitioner.runtime.recorder import Recorder, Recording
 from partitioner.runtime.watch import Playing
 from partitioner.runtime.wire import Handle, all_reduce, guarded
@@ -51,13 +52,15 @@ class Store(Protocol):
 
     def reduce(self, unit: Unit, last: bool) -> None: ...
 
+    def tie(self, unit: Unit) -> None: ...
+
     def finish(self) -> None: ...
 
 
 class TensorMachine:
     """The player's machine on tensors. `seed` is this step's random seed, the same on every rank; None: nothing draws by key.
 
-    own_rows: the leaves hold this rank's rows alone, not the global batch.
+    own_rows: the leaves hold this rank's rows alone, not the global batch. group: the ranks of this stage; pipe: this stage among the others.
     """
 
     def __init__(
@@ -70,8 +73,10 @@ class TensorMachine:
         seed: int | None,
         place: Place,
         own_rows: bool = False,
+        pipe: Pipe | None = None,
     ) -> None:
         self.program = program
+        self.pipe = pipe
         self.module = module
         self.store = store
         self.leaves = leaves
@@ -162,16 +167,42 @@ class TensorMachine:
             case _:
                 self.store.reduce(unit, last)
 
-    def loss(self, values: list[Tensor]) -> None:
-        self.total_loss = _sum(values)
-        if self.group is not None:
-            self._loss_handle = all_reduce(self.total_loss, self.group, "the loss")
+    def tie(self, unit: Unit) -> None:
+        self.store.tie(unit)
 
-    def commit(self, changes: list[tuple[str, Ref, Tensor]]) -> None:
+    def send(self, value: Tensor, wire: Wire, gradient: bool, instruction: Instruction) -> Message:
+        pipe, stage = self._between(instruction)
+        return pipe.send(value, wire, gradient, stage)
+
+    def receive(self, wire: Wire, gradient: bool, rows: int, instruction: Instruction) -> tuple[Tensor, Message]:
+        pipe, stage = self._between(instruction)
+        return pipe.receive(wire, gradient, rows, stage)
+
+    def _between(self, instruction: Instruction) -> tuple[Pipe, int]:
+        if self.pipe is None or instruction.stage is None:
+            raise ProgramError(f"{instruction.op} speaks to another stage, but this program runs without a pipeline")
+        return self.pipe, instruction.stage
+
+    def loss(self, values: list[Tensor]) -> None:
+        if values:
+            self.total_loss = _sum(values)
+        else:
+            wire = self.program.wires[self.program.loss or ""]
+            self.total_loss = torch.zeros(wire.shape(0), dtype=wire.dtype, device=self.pipe.world.device if self.pipe else None)
+        everyone = self.group if self.pipe is None else self.pipe.world.group
+        if everyone is not None:
+            self._loss_handle = all_reduce(self.total_loss, everyone, "the loss")
+
+    def commit(self, changes: list[tuple[str, Ref, Tensor | None]]) -> None:
         # A buffer may become another buffer's old value: take those aside before anything changes.
-        ready = [(name, value.clone() if ref.kind == "buffer" else value) for name, ref, value in changes]
+        ready = [(name, value.clone() if ref.kind == "buffer" else value) for name, ref, value in changes if value is not None]
         for name, value in ready:
             self.module.get_buffer(name).copy_(value)
+        if self.pipe is not None:
+            for stage in sorted(set(self.program.homes.values())):
+                made = [name for name, ref, _ in changes if ref.kind == "value" and self.program.homes[ref.name] == stage]
+                if made:
+                    self.pipe.share([self.module.get_buffer(name) for name in made], stage)
 
     def output(self, ref: Ref, cut: Slice, placement: str, values: list[Tensor]) -> Any:
         program = self.program
@@ -181,20 +212,34 @@ class TensorMachine:
             case "input":
                 return self.leaves[ref.name]
             case "value" | "prologue":
-                if placement == "shard" and program.total is not None:
-                    rows = program.rows if ref.kind == "value" else (program.whole_rows,)
-                    if len(values) == program.ranks == 1:
-                        return values[0].clone() if program.keeps else values[0]
-                    return join(values, cut, rows, program.total, program.ranks, self.group)
-                if placement == "partial":
-                    total = _sum(values)
-                    if self.group is not None:
-                        all_reduce(total, self.group, f"output {cut.name}").wait()
-                    return total
-                # A saved value may be the same tensor: what the user does to the output must not reach backward.
-                return values[-1].clone() if program.keeps else values[-1]
+                joined = self._joined(ref, cut, placement, values) if values else self._blank(ref, placement)
+                if self.pipe is not None and ref.kind == "value":
+                    joined = joined.contiguous()
+                    self.pipe.share([joined], program.homes[ref.name])
+                return joined
             case _:
                 return self.read(ref, -1, 0).clone()
+
+    def _blank(self, ref: Ref, placement: str) -> Tensor:
+        """What an output that another stage computes comes into."""
+        wire = self.program.wires[ref.name]
+        rows = (self.program.total or 0) if placement == "shard" else 0
+        return torch.empty(wire.shape(rows), dtype=wire.dtype, device=self.pipe.world.device if self.pipe else None)
+
+    def _joined(self, ref: Ref, cut: Slice, placement: str, values: list[Tensor]) -> Tensor:
+        program = self.program
+        if placement == "shard" and program.total is not None:
+            rows = program.rows if ref.kind == "value" else (program.whole_rows,)
+            if len(values) == program.ranks == 1:
+                return values[0].clone() if program.keeps else values[0]
+            return join(values, cut, rows, program.total, program.ranks, self.group)
+        if placement == "partial":
+            total = _sum(values)
+            if self.group is not None:
+                all_reduce(total, self.group, f"output {cut.name}").wait()
+            return total
+        # A saved value may be the same tensor: what the user does to the output must not reach backward.
+        return values[-1].clone() if program.keeps else values[-1]
 
     def finish(self) -> None:
         self.store.finish()
@@ -253,26 +298,33 @@ class Run:
 
 
 class Executor:
-    """Runs one program again and again. `module` holds the buffers, `store` the parameters; `group` is None on one rank."""
+    """Runs one program again and again. `module` holds the buffers, `store` the parameters.
 
-    def __init__(self, program: Program, module: nn.Module, store: Store, group: dist.ProcessGroup | None, device: torch.device) -> None:
+    group: the ranks of this stage, None for one; pipe: this stage among the others, None without a pipeline.
+    """
+
+    def __init__(
+        self, program: Program, module: nn.Module, store: Store, group: dist.ProcessGroup | None, device: torch.device, pipe: Pipe | None = None
+    ) -> None:
         self.program = program
         self.module = module
         self.store = store
         self.group = group
         self.device = device
-        self.playing = Playing(group)
+        self.pipe = pipe
+        self.everyone = group if pipe is None else pipe.world.group
+        self.playing = Playing(self.everyone)
 
     def _player(self, leaves: Mapping[str, Any], own_rows: bool = False) -> tuple[Player[Tensor], TensorMachine]:
         seed = self._seed() if self.program.draws and self.program.keyed else None
-        machine = TensorMachine(self.program, self.module, self.store, leaves, self.group, seed, self.playing.place, own_rows)
+        machine = TensorMachine(self.program, self.module, self.store, leaves, self.group, seed, self.playing.place, own_rows, self.pipe)
         return Player[Tensor](self.program, machine), machine
 
     def _seed(self) -> int:
         """This step's seed: drawn from torch's default generator on every rank (their generators stay in step), rank 0's counts."""
         drawn = torch.randint(2**62, (), dtype=torch.int64).to(self.device)
-        if self.group is not None:
-            guarded(lambda: dist.broadcast(drawn, group=self.group, group_src=0), self.group, "the seed of this step")
+        if self.everyone is not None:
+            guarded(lambda: dist.broadcast(drawn, group=self.everyone, group_src=0), self.everyone, "the seed of this step")
         return int(drawn.item())
 
     def step(self, leaves: Mapping[str, Any], number: int = 0, recording: Recording | None = None, own_rows: bool = False) -> Tensor:
@@ -298,7 +350,7 @@ class Executor:
 
     def _non_finite(self, value: float, number: int, machine: TensorMachine) -> str:
         with torch.no_grad(), self.playing():
-            origin = find_origin(self.program, machine, self.group)
+            origin = find_origin(self.program, machine, self.everyone)
         return (
             f"step {number}: the loss of this batch is {value}; {origin}. The parameters are unchanged; .grad holds gradients of this batch and "
             "buffers what its forward left. To go on, call optimizer.zero_grad() and take the next batch. Lower the learning rate, clip gradients, "

@@ -24,6 +24,7 @@ from partitioner.runtime.executor import Executor, Store
 from partitioner.runtime.inputs import Expected, row_sums
 from partitioner.runtime.launch import Ranks, agree
 from partitioner.runtime.measure import Measured
+from partitioner.runtime.pipe import Pipe
 from partitioner.runtime.program import Mode, Program, Request, Slice
 from partitioner.runtime.rows import RowSampler, exchange, hand_over, rows_in, whole
 from partitioner.runtime.shards import local
@@ -68,7 +69,8 @@ class ParallelModule(nn.Module):
 
     store: the placed parameters (it has taken over module's). lower: makes a program for new shapes or another mode. flatten: turns a call
     into leaves with paths. expected: the leaves the model was planned with, which later calls must equal but for shapes; without it the
-    first call of each mode sets them. batch: how the plan cuts each leaf.
+    first call of each mode sets them. batch: how the plan cuts each leaf. rank, ranks and group are those of all ranks; with a pipeline, `pipe`
+    says which of them are this stage's.
     """
 
     def __init__(
@@ -85,6 +87,7 @@ class ParallelModule(nn.Module):
         flatten: Flatten,
         expected: Mapping[str, Any] | None = None,
         batch: Iterable[Slice] = (),
+        pipe: Pipe | None = None,
     ) -> None:
         super().__init__()
         own = self.__dict__
@@ -96,6 +99,7 @@ class ParallelModule(nn.Module):
         own["_store"], own["_lower"], own["_flatten"] = store, lower, flatten
         own["_rank"], own["_ranks"], own["_group"], own["_device"] = rank, ranks, group, device
         own["_peers"] = Ranks(rank, ranks, group, device)
+        own["_pipe"] = pipe
         own["_steps"] = 0
         own["_expected"] = {}
         own["_executors"] = {}
@@ -132,6 +136,7 @@ class ParallelModule(nn.Module):
         Ranks may bring different numbers of rows, none even: rows move to where an even share of them is computed, or nowhere if each brings that
         (see `sampler`). Inputs without a batch dim are passed whole, the same on every rank. Raises what train_step does, on every rank.
         """
+        self._without_stages("train_step_local")
         try:
             leaves = self._on_device(self._checked("step", args, kwargs, targets))
             rows = rows_in(leaves, self._batch)
@@ -156,6 +161,7 @@ class ParallelModule(nn.Module):
         batch_rows: rows of the global batch; None: those it was planned with. All ranks see as many batches, each row comes once an epoch; with
         shuffle in another order each epoch, if `set_epoch(epoch)` is called. Raises InputError for a dataset without a length.
         """
+        self._without_stages("sampler")
         if batch_rows is None:
             batch_rows = self._planned_rows
         if batch_rows is None:
@@ -236,6 +242,13 @@ class ParallelModule(nn.Module):
 
     # Inside
 
+    def _without_stages(self, verb: str) -> None:
+        if self._pipe is not None:
+            raise PartitionerError(
+                f"parallel.{verb} is not available yet for a plan with {self._pipe.count} pipeline stages; give every rank the global batch and call "
+                "parallel.train_step(…)"
+            )
+
     def _leaves(self, mode: Mode, args: tuple[Any, ...], kwargs: dict[str, Any], targets: Any) -> dict[str, Any]:
         """path -> leaf, checked, tensors on this rank's device."""
         try:
@@ -274,12 +287,13 @@ class ParallelModule(nn.Module):
             self._same_values(leaves)
         if executor is None:
             program = self._lower(Request(mode=mode, training=self.training, leaves=leaves, grad=grad))
-            if (program.rank, program.ranks, program.mode) != (self._rank, self._ranks, mode):
+            stage, dp = (0, self._peers) if self._pipe is None else (self._pipe.stage, self._pipe.dp)
+            if (program.rank, program.ranks, program.stage, program.mode) != (dp.rank, dp.ranks, stage, mode):
                 raise ProgramError(
-                    f"rank {self._rank} of {self._ranks} asked for a {mode} program and got one for rank {program.rank} of {program.ranks}, "
-                    f"{program.mode}; lower the plan for this rank"
+                    f"rank {self._rank} of {self._ranks} asked for a {mode} program and got one for {program.place}, {program.mode}; "
+                    "lower the plan for this rank"
                 )
-            executor = self._executors[key] = Executor(program, self._user, self._store, self._group, self._device)
+            executor = self._executors[key] = Executor(program, self._user, self._store, dp.group, self._device, self._pipe)
         # Whatever the user did to parameters since the last call (an averaged copy swapped in through .data leaves no trace) must be seen.
         self._store.mark_stale()
         return executor

@@ -13,7 +13,7 @@ from partitioner.runtime.player import Player
 from partitioner.runtime.program import Function, Instruction, Program, Ref
 from partitioner.runtime.wire import guarded
 
-_PLAYED = ("PROLOGUE", "REFRESH", "GATHER", "FREE", "FORWARD", "DROP")
+_PLAYED = ("PROLOGUE", "REFRESH", "GATHER", "FREE", "FORWARD", "DROP", "SEND", "RECV")
 _OUTSIDE = ("parameter", "buffer", "input", "constant")
 
 
@@ -62,7 +62,7 @@ class _Inspector:
         if kind not in self.first and self._instruction is not None and self._instruction.block is not None:
             label = self._program.call_of[self._instruction.block].label
             mb = "" if self._instruction.mb is None else f", micro-batch {self._instruction.mb}"
-            self.first[kind] = (self._line, f"the first value that is {kind} is met in block {label}{mb} on rank {self._program.rank}: {what}")
+            self.first[kind] = (self._line, f"the first value that is {kind} is met in block {label}{mb} on {self._program.place}: {what}")
 
 
 def find_origin(program: Program, machine: _Machine, group: dist.ProcessGroup | None) -> str:
@@ -77,7 +77,7 @@ def find_origin(program: Program, machine: _Machine, group: dist.ProcessGroup | 
     player.finish()
     seen: list[Any] = [inspector.first]
     if group is not None:
-        seen *= program.ranks
+        seen *= group.size()
         guarded(lambda: dist.all_gather_object(seen, inspector.first, group=group), group, "where the loss stops being finite")
     for kind in ("nan", "infinite"):
         if found := [first[kind] for first in seen if kind in first]:

@@ -22,6 +22,7 @@ from torch.distributed.tensor import DTensor, Shard
 from partitioner.errors import InputError, ProgramError
 from partitioner.runtime.clip import clip, norm_dtype, total_norm
 from partitioner.runtime.optimizers import register, retire
+from partitioner.runtime.pipe import Pipe
 from partitioner.runtime.program import Unit
 from partitioner.runtime.reductions import Reducer
 from partitioner.runtime.shards import Layout, Shapes, lay_out, local
@@ -42,7 +43,8 @@ class UnitStore:
     Names, ties (one Parameter object at all its places), requires_grad and attributes set on a parameter are kept. Parameters of no unit, 0-dim
     and empty ones stay plain and replicated, as do frozen ones of zero1 and zero2 units. The values must be the same on every rank before.
     Parameters on `meta` become zeros. `device` is where storage is made; None: where each parameter is. `planned_optimizer` may be set to the
-    name that memory was planned for.
+    name that memory was planned for. With a `pipe` the units are those of all stages: what this stage does not hold stays on `meta`, without
+    storage and gradient, and belongs to the first of the unit's stages.
 
     Every method that communicates must be called by all ranks, in the same order.
     """
@@ -57,6 +59,7 @@ class UnitStore:
         group: dist.ProcessGroup | None,
         device: torch.device | None = None,
         axis: str = "dp",
+        pipe: Pipe | None = None,
     ) -> None:
         if ranks > 1 and (group is None or group.size() != ranks):
             raise ProgramError(
@@ -67,7 +70,9 @@ class UnitStore:
         self.rank = rank
         self.group = group if ranks > 1 else None
         self.planned_optimizer: str | None = None
-        self.units: dict[int, Unit] = {unit.number: unit for unit in units}
+        self.pipe = pipe
+        self._all_units = tuple(units)
+        self.units: dict[int, Unit] = {unit.number: unit for unit in units if pipe is None or pipe.stage in unit.stages}
         shapes = shapes_of(module)
         self._layouts: dict[int, Layout] = {unit.number: lay_out(unit, shapes, ranks) for unit in units}
         self._buffers: dict[int, UnitBuffers] = {}
@@ -110,9 +115,17 @@ class UnitStore:
         for buffers in self._buffers.values():
             buffers.stale = buffers.persists
 
+    def holds(self, name: str) -> bool:
+        """Whether this stage holds a parameter."""
+        return self.pipe is None or self._known(name) not in self._absent
+
+    def home(self, name: str) -> int:
+        """The stage that answers for a parameter, where several hold it."""
+        return self._home[self._known(name)]
+
     def held(self) -> list[Tensor]:
         """Tensors whose storages are all that the store holds now of parameters, those of no unit included: what a memory tracker starts from."""
-        tensors = [local(parameter.detach()) for parameter in self._unique().values()]
+        tensors = [local(parameter.detach()) for name, parameter in self._unique().items() if self.holds(name)]
         for buffers in self._buffers.values():
             tensors += [*buffers.pieces.values(), *buffers.wholes.values()]
         return tensors
@@ -130,6 +143,12 @@ class UnitStore:
         """Issue the sum over the ranks of what the unit has accumulated. Units that reduce once a step (none, zero1) wait for `last`."""
         if last or unit.shard in ("zero2", "zero3"):
             self._reducer.reduce(unit.number)
+
+    def tie(self, unit: Unit) -> None:
+        """Issue the sum of a unit's reduced gradient over the stages that hold it."""
+        if self.pipe is None:
+            raise ProgramError(f"TIE unit {unit.number} speaks to other stages, but this program runs without a pipeline")
+        self._reducer.tie(unit.number, self.pipe.tie(unit.stages), self.pipe.world.device)
 
     def finish(self) -> None:
         """Await all reductions and add the results to `.grad`, which stays None where none came."""
@@ -152,11 +171,24 @@ class UnitStore:
         for parameter in self._unique().values():
             if parameter.grad is not None:
                 (shards if isinstance(parameter.grad, DTensor) else wholes).append(local(parameter.grad))
-        device = next((gradient.device for gradient in shards + wholes), torch.device("cpu"))
-        like = torch.zeros((), dtype=norm_dtype(shards + wholes), device=device)
-        norm = total_norm(shards, wholes, norm_type, self.group if shards else None, like)
+        if self.pipe is None:
+            device = next((gradient.device for gradient in shards + wholes), torch.device("cpu"))
+            like = torch.zeros((), dtype=norm_dtype(shards + wholes), device=device)
+            norm = total_norm(shards, wholes, norm_type, self.group if shards else None, like)
+        else:
+            norm = self._norm_over_stages(self.pipe, norm_type)
         clip(shards + wholes, max_norm, norm)
         return norm
+
+    def _norm_over_stages(self, pipe: Pipe, norm_type: float) -> Tensor:
+        """Each gradient counts once: at its home stage, and where all ranks of that hold it whole, on the first of them."""
+        counted = []
+        for name, parameter in self._unique().items():
+            if parameter.grad is not None and self.home(name) == pipe.stage and (isinstance(parameter.grad, DTensor) or pipe.dp.rank == 0):
+                counted.append(local(parameter.grad))
+        dtypes = [parameter.dtype for parameter in self._unique().values() if parameter.requires_grad]
+        like = torch.zeros((), dtype=norm_dtype([torch.empty(0, dtype=dtype, device="meta") for dtype in dtypes]), device=pipe.world.device)
+        return total_norm(counted, [], norm_type, pipe.world.group, like)
 
     # State
 
@@ -169,7 +201,7 @@ class UnitStore:
         for key, value in self.module.state_dict(keep_vars=True).items():
             if id(value) not in done:
                 if id(value) in names:
-                    done[id(value)] = self._copy(names[id(value)])
+                    done[id(value)] = self._whole_copy(names[id(value)])
                 else:
                     done[id(value)] = value.detach().clone() if isinstance(value, Tensor) else value
             result[key] = done[id(value)]
@@ -204,19 +236,26 @@ class UnitStore:
     # How it is made
 
     def _assign(self) -> None:
-        """Which unit each parameter belongs to, and under which name."""
+        """Which unit each parameter belongs to, under which name, and at which stage it is at home."""
         named = dict(self.module.named_parameters(remove_duplicate=False))
         known: dict[int, str] = {}
-        for unit in self.units.values():
+        self._absent: set[str] = set()
+        self._home: dict[str, int] = {}
+        for unit in self._all_units:
             for name in unit.parameters:
                 if id(named[name]) in known:
                     raise ProgramError(
                         f"parameter {name!r} of unit {unit.number} is already in a unit as {known[id(named[name])]!r}; it may be in one only"
                     )
                 known[id(named[name])] = name
-                self._unit_of[name] = unit.number
+                self._home[name] = unit.stages[0]
+                if unit.number in self.units:
+                    self._unit_of[name] = unit.number
+                else:
+                    self._absent.add(name)
         for name, parameter in named.items():
             self._canonical[name] = known.setdefault(id(parameter), name)
+            self._home.setdefault(self._canonical[name], 0)
 
     @torch.no_grad()
     def _take_over(self, device: torch.device | None) -> None:
@@ -242,6 +281,8 @@ class UnitStore:
 
     def _place(self, name: str, former: nn.Parameter, device: torch.device | None) -> nn.Parameter:
         """The parameter in its new place; a plain one that needs no move stays the same object."""
+        if name in self._absent:
+            return _like(former, nn.Parameter(torch.empty_like(former, device="meta"), requires_grad=former.requires_grad))
         where = device or (torch.device("cpu") if former.is_meta else former.device)
         number = self._unit_of.get(name)
         layout = None if number is None else self._layouts[number]
@@ -271,6 +312,19 @@ class UnitStore:
     def _unique(self) -> dict[str, nn.Parameter]:
         return {name: parameter for name, parameter in self._parameters.items() if self._canonical[name] == name}
 
+    def _whole_copy(self, name: str) -> Tensor:
+        """The whole parameter, from whichever stage holds it. Collective."""
+        if self.pipe is None:
+            return self._copy(name)
+        parameter, home = self._parameters[name], self.home(name)
+        if self.pipe.stage == home:
+            value = self._copy(name)
+            self.pipe.share([value.contiguous()], home)
+            return value
+        value = torch.empty(parameter.shape, dtype=parameter.dtype, device=self.pipe.world.device)
+        self.pipe.share([value], home)
+        return value
+
     def _copy(self, name: str) -> Tensor:
         name = self._known(name)
         parameter = self._parameters[name]
@@ -286,6 +340,8 @@ class UnitStore:
     def _put(self, name: str, value: Tensor) -> None:
         name = self._known(name)
         parameter = self._parameters[name]
+        if name in self._absent:
+            return
         if isinstance(parameter, DTensor):
             self._buffers[self._unit_of[name]].put(name, value.to(local(parameter).device))
         else:

@@ -3,20 +3,30 @@
 What is alive when is decided here, by Python's own references, and nowhere else; so the memory that the simulator counts is the memory that
 the executor uses.
 
-    values[(name, mb)]     what FORWARD wrote                      given up by drops, DROP, LOSS, COMMIT, OUTPUT
+    values[(name, mb)]     what FORWARD wrote or RECV received     given up by drops, DROP, LOSS, COMMIT, OUTPUT
     prologue[name]         what PROLOGUE wrote                     given up by a DROP without mb
     stash[(block, mb)]     saved values, in the order of Function.saved; None where the value is fetched again     given up by BACKWARD
     tangents[(name, mb)]   gradients of values, summed as they come                                                given up by BACKWARD
+    sent[(name, stage)]    messages under way, oldest first: as many as there are stages between, awaited when one more is sent
+
+A message is awaited where its value is first read, on the sender's side where its place among the messages under way is needed.
 """
 
+from collections import deque
 from collections.abc import Sequence
 from typing import Any, Generic, Protocol, TypeVar
 
 from partitioner.errors import ProgramError
-from partitioner.runtime.program import Function, Instruction, Program, Ref, Slice, Unit
+from partitioner.runtime.program import Function, Instruction, Program, Ref, Slice, Unit, Wire
 from partitioner.runtime.text import instruction_text
 
 V = TypeVar("V")
+
+
+class Message(Protocol):
+    """A value on its way between stages. It holds what it sends or fills until it is awaited."""
+
+    def wait(self) -> None: ...
 
 
 class Machine(Protocol[V]):
@@ -45,11 +55,21 @@ class Machine(Protocol[V]):
     def unit(self, op: str, unit: Unit, last: bool) -> None:
         """REFRESH, GATHER, FREE or REDUCE (`last`: of this unit in this step)."""
 
-    def loss(self, values: list[V]) -> None: ...
+    def tie(self, unit: Unit) -> None:
+        """Sum the reduced gradient of a unit over the stages that hold it."""
 
-    def commit(self, changes: list[tuple[str, Ref, V]]) -> None: ...
+    def send(self, value: V, wire: Wire, gradient: bool, instruction: Instruction) -> Message: ...
 
-    def output(self, ref: Ref, cut: Slice, placement: str, values: list[V]) -> Any: ...
+    def receive(self, wire: Wire, gradient: bool, rows: int, instruction: Instruction) -> tuple[V, Message]: ...
+
+    def loss(self, values: list[V]) -> None:
+        """No values: another stage computes them."""
+
+    def commit(self, changes: list[tuple[str, Ref, V | None]]) -> None:
+        """None where another stage computes the new value."""
+
+    def output(self, ref: Ref, cut: Slice, placement: str, values: list[V]) -> Any:
+        """No values of a ref to a value: another stage computes them."""
 
     def finish(self) -> None: ...
 
@@ -66,6 +86,9 @@ class Player(Generic[V]):
         self.tangents: dict[tuple[str, int], V] = {}
         self.likes: dict[tuple[str, int], Any] = {}
         self.outputs: list[Any] = []
+        self.sent: dict[tuple[str, int], deque[Message]] = {}
+        self._coming: dict[tuple[str, int], Message] = {}
+        self._returning: dict[tuple[str, int], list[tuple[V, Message]]] = {}
         self._accumulated: set[int] = set()
 
     def play(self, instructions: Sequence[Instruction]) -> None:
@@ -83,7 +106,7 @@ class Player(Generic[V]):
     def place(self, instruction: Instruction) -> str:
         """Where an instruction stands, for errors."""
         label = "" if instruction.block is None else f" ({self.program.call_of[instruction.block].label})"
-        return f"on rank {self.program.rank} of {self.program.ranks}, at {instruction_text(instruction)}{label}"
+        return f"on {self.program.place}, at {instruction_text(instruction)}{label}"
 
     def arrive(self, name: str, mb: int, gradient: V) -> None:
         """A gradient of a value from outside the program."""
@@ -91,6 +114,10 @@ class Player(Generic[V]):
 
     def finish(self) -> None:
         """Give up whatever no instruction dropped, then let the machine await what is under way."""
+        for messages in self.sent.values():
+            for message in messages:
+                message.wait()
+        self.sent.clear()
         for held in (self.values, self.prologue, self.stash, self.tangents, self.likes):
             held.clear()
         self.machine.finish()
@@ -108,7 +135,7 @@ class Player(Generic[V]):
                     if instruction.mb is None:
                         del self.prologue[name]
                     else:
-                        del self.values[name, instruction.mb]
+                        self._take(name, instruction.mb)
             case "REFRESH" | "GATHER" | "FREE":
                 self.machine.unit(instruction.op, self.program.unit_numbered[_number(instruction.unit)], last)
             case "REDUCE":
@@ -117,10 +144,17 @@ class Player(Generic[V]):
                 if number in self._accumulated:
                     self._accumulated.discard(number)
                     self.machine.unit("REDUCE", self.program.unit_numbered[number], last)
+            case "TIE":
+                self.machine.tie(self.program.unit_numbered[_number(instruction.unit)])
+            case "SEND" | "SEND_GRADIENT":
+                self._send(instruction, _number(instruction.mb))
+            case "RECV" | "RECV_GRADIENT":
+                self._receive(instruction, _number(instruction.mb))
             case "LOSS":
                 if self.program.loss is None:
                     raise ProgramError("LOSS in a program that names no loss value")
-                self.machine.loss([self.values.pop((self.program.loss, mb)) for mb in range(len(self.program.rows))])
+                here = range(len(self.program.rows)) if self.program.computes(self.program.loss) else ()
+                self.machine.loss([self.values.pop((self.program.loss, mb)) for mb in here])
             case "COMMIT":
                 self._commit()
             case "OUTPUT":
@@ -130,17 +164,47 @@ class Player(Generic[V]):
 
     def _read(self, ref: Ref, number: int, mb: int | None) -> Any:
         if ref.kind == "value" and mb is not None:
+            self._arrived(ref.name, mb)
             return self.values[ref.name, mb]
         if ref.kind == "prologue":
             return self.prologue[ref.name]
         return self.machine.read(ref, number, mb)
+
+    def _arrived(self, name: str, mb: int) -> None:
+        """Await a value that is being received."""
+        if message := self._coming.pop((name, mb), None):
+            message.wait()
+
+    def _take(self, name: str, mb: int) -> V:
+        self._arrived(name, mb)
+        return self.values.pop((name, mb))
+
+    def _send(self, instruction: Instruction, mb: int) -> None:
+        name, stage = _name(instruction.value), _number(instruction.stage)
+        gradient = instruction.op == "SEND_GRADIENT"
+        under_way = self.sent.setdefault((name, stage), deque())
+        while len(under_way) >= max(1, abs(stage - self.program.stage)):
+            under_way.popleft().wait()
+        if not gradient:
+            self._arrived(name, mb)
+        value = self.tangents.pop((name, mb)) if gradient else self.values[name, mb]
+        under_way.append(self.machine.send(value, self.program.wires[name], gradient, instruction))
+
+    def _receive(self, instruction: Instruction, mb: int) -> None:
+        name, gradient = _name(instruction.value), instruction.op == "RECV_GRADIENT"
+        value, message = self.machine.receive(self.program.wires[name], gradient, self.program.rows[mb], instruction)
+        if gradient:
+            self._returning.setdefault((name, mb), []).append((value, message))
+        else:
+            self.values[name, mb] = value
+            self._coming[name, mb] = message
 
     def _forward(self, block: int, mb: int, drops: tuple[str, ...]) -> None:
         call = self.program.call_of[block]
         function = self.program.functions[call.function]
         arguments = [self._read(ref, block, mb) for ref in call.reads]
         for name in drops:
-            del self.values[name, mb]
+            self._take(name, mb)
         keeps = self.program.keeps and function.backward is not None
         saved: list[Any] = []
         if keeps:
@@ -161,6 +225,8 @@ class Player(Generic[V]):
         function = self.program.functions[call.function]
         arguments = self.stash.pop((block, mb))
         names = [call.writes[index] for index in function.tangents]
+        for name in names:
+            self._collect(name, mb)
         if self.program.loss not in names and not any((name, mb) in self.tangents for name in names):
             return  # nothing behind this block was used: its parameters keep the gradient they have, None included
         for position, (kind, index) in enumerate(function.saved):
@@ -185,6 +251,12 @@ class Player(Generic[V]):
             gradient = self.machine.add(self.tangents.pop((name, mb)), gradient)
         self.tangents[name, mb] = gradient
 
+    def _collect(self, name: str, mb: int) -> None:
+        """Add the gradients that other stages sent."""
+        for gradient, message in self._returning.pop((name, mb), ()):
+            message.wait()
+            self._tangent(name, mb, gradient)
+
     def _take_tangent(self, name: str, mb: int) -> V:
         like = self.likes.pop((name, mb))
         if name == self.program.loss:
@@ -203,20 +275,22 @@ class Player(Generic[V]):
     def _commit(self) -> None:
         # All micro-batches read the old buffers; the last one's new values stay. Every new value is read before any buffer changes.
         mb = len(self.program.rows) - 1
-        changes = [(name, ref, self._read(ref, -1, mb)) for name, ref in self.program.buffers]
-        for name in dict.fromkeys(ref.name for _, ref in self.program.buffers if ref.kind == "value"):
+        program = self.program
+        mine = {ref.name for _, ref in program.buffers if ref.kind == "value" and program.computes(ref.name)}
+        changes = [(name, ref, self._read(ref, -1, mb) if ref.kind != "value" or ref.name in mine else None) for name, ref in program.buffers]
+        for name in mine:
             del self.values[name, mb]
         self.machine.commit(changes)
 
     def _output(self) -> None:
         for (ref, cut), placement in zip(self.program.outputs, self.program.output_placements, strict=True):
             values: list[V] = []
-            if ref.kind == "value":
+            if ref.kind == "value" and self.program.computes(ref.name):
                 values = [self.values[ref.name, mb] for mb in range(len(self.program.rows))]
             elif ref.kind == "prologue":
                 values = [self.prologue[ref.name]]
             self.outputs.append(self.machine.output(ref, cut, placement, values))
-        for name in dict.fromkeys(ref.name for ref, _ in self.program.outputs if ref.kind == "value"):
+        for name in dict.fromkeys(ref.name for ref, _ in self.program.outputs if ref.kind == "value" and self.program.computes(ref.name)):
             for mb in range(len(self.program.rows)):
                 del self.values[name, mb]
 
@@ -224,4 +298,10 @@ class Player(Generic[V]):
 def _number(value: int | None) -> int:
     if value is None:
         raise ProgramError("an instruction lacks its block, unit or micro-batch; check(programs) names the line")
+    return value
+
+
+def _name(value: str | None) -> str:
+    if value is None:
+        raise ProgramError("a message lacks the value that it carries; check(programs) names the line")
     return value

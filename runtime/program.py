@@ -8,6 +8,10 @@
     DROP values v4 mb 1 on compute                 forget values that no later instruction reads
     BACKWARD block 3 mb 1 on compute
     REDUCE unit 3 mb 1 on reduce bytes 8192        sum the unit's gradients over the axis (zero2/zero3: once a micro-batch, else mb is absent)
+    TIE unit 5 on reduce bytes 8192                sum the reduced gradient of a parameter that several stages read over those stages
+    SEND value v4 mb 1 stage 1 on send bytes 64    send a value to a later stage that reads it
+    RECV value v4 mb 1 stage 0 on send bytes 64    receive it from the stage that computes it
+    SEND_GRADIENT value v4 mb 1 stage 0 on send    send the gradient of a value back (and forget it); RECV_GRADIENT adds it to the others
     LOSS on reduce bytes 4                         sum the loss over micro-batches and ranks
     COMMIT on compute                              put the new buffer values in place, once a step
     OUTPUT on gather bytes 640                     gather the leaves of the output by their placements (forward programs)
@@ -18,24 +22,30 @@ Communication is issued where its instruction stands and awaited by the first co
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
+from math import prod
 from typing import Any, Literal
 
-from torch import Tensor
+from torch import Tensor, dtype
 
 Stream = Literal["compute", "gather", "reduce", "send", "copy"]
 Shard = Literal["none", "zero1", "zero2", "zero3"]
 Mode = Literal["step", "forward"]
-OPS = ("REFRESH", "GATHER", "FREE", "PROLOGUE", "FORWARD", "DROP", "BACKWARD", "REDUCE", "LOSS", "COMMIT", "OUTPUT")
+OPS = (
+    *("REFRESH", "GATHER", "FREE", "PROLOGUE", "FORWARD", "DROP", "BACKWARD", "REDUCE", "TIE"),
+    *("SEND", "RECV", "SEND_GRADIENT", "RECV_GRADIENT", "LOSS", "COMMIT", "OUTPUT"),
+)
 
 
 @dataclass(frozen=True)
 class Instruction:
-    """One line of a program. Absent numbers are None; `seconds` is the price, not part of the text."""
+    """One line of a program. Absent fields are None; `stage` is the other end of a message; `seconds` is the price, not part of the text."""
 
     op: str
     block: int | None = None
     unit: int | None = None
     mb: int | None = None
+    value: str | None = None
+    stage: int | None = None
     stream: Stream = "compute"
     bytes: int = 0
     drops: tuple[str, ...] = ()
@@ -118,16 +128,47 @@ class Call:
 
 @dataclass(frozen=True)
 class Unit:
-    """Parameters that are gathered and reduced together: those of one block. Each parameter (canonical name) is in exactly one unit."""
+    """Parameters that are gathered and reduced together: those of one block. Each parameter (canonical name) is in exactly one unit.
+
+    stages: the pipeline stages that hold it, in order; the first is its home. What several stages read is a unit of its own.
+    """
 
     number: int
     shard: Shard
     parameters: tuple[str, ...]
+    stages: tuple[int, ...] = (0,)
+
+
+@dataclass(frozen=True)
+class Wire:
+    """What a value that leaves its stage looks like at so many rows: the size of every dim is fixed + per_row * rows.
+
+    expanded: dims in which all elements are one in memory; they travel once.
+    """
+
+    name: str
+    sizes: tuple[tuple[int, int], ...]
+    dtype: dtype
+    expanded: tuple[int, ...] = ()
+
+    def shape(self, rows: int) -> tuple[int, ...]:
+        return tuple(fixed + per_row * rows for fixed, per_row in self.sizes)
+
+    def core(self, rows: int) -> tuple[int, ...]:
+        """The shape that travels."""
+        return tuple(1 if dim in self.expanded else size for dim, size in enumerate(self.shape(rows)))
+
+    def bytes(self, rows: int) -> int:
+        """What travels; of the value's gradient `whole_bytes` do."""
+        return prod(self.core(rows)) * self.dtype.itemsize
+
+    def whole_bytes(self, rows: int) -> int:
+        return prod(self.shape(rows)) * self.dtype.itemsize
 
 
 @dataclass(frozen=True)
 class Program:
-    """One rank's program for one (mode, training, input shapes).
+    """One rank's program for one (mode, training, input shapes). rank of ranks is its place on `axis`, stage of stages its place in the pipeline.
 
     mode "step": `instructions` are forward, backward and reductions. mode "forward": `instructions` end with OUTPUT and `after` holds the
     backward of the same call (for loss.backward()), to be run only if a gradient arrives.
@@ -137,6 +178,7 @@ class Program:
     inputs: every tensor leaf that some block reads, and its cut. prologue: names of prologue values.
     loss: the value that holds the (Partial) loss, in step mode. outputs: per leaf of the user's output, the ref and its cut;
     output_placements: "replicate", "shard" or "partial" per leaf. buffers: buffer name -> ref of its new value.
+    calls and units: those of this stage. wires: the values that cross stages, and results; homes: result -> the stage that computes it.
     """
 
     mode: Mode
@@ -164,6 +206,20 @@ class Program:
     out_spec: Any = None
     buffers: tuple[tuple[str, Ref], ...] = ()
     after: tuple[Instruction, ...] = ()
+    stage: int = 0
+    stages: int = 1
+    wires: dict[str, Wire] = field(default_factory=dict)
+    homes: dict[str, int] = field(default_factory=dict)
+
+    @property
+    def place(self) -> str:
+        """Who plays it, in words."""
+        stage = f", stage {self.stage} of {self.stages}" if self.stages > 1 else ""
+        return f"rank {self.rank} of {self.ranks}{stage}"
+
+    def computes(self, name: str) -> bool:
+        """Whether this stage computes a result."""
+        return self.homes.get(name, self.stage) == self.stage
 
     @cached_property
     def call_of(self) -> dict[int, Call]:

@@ -2,6 +2,7 @@
 
     accumulate     whole gradients of a unit, summed over micro-batches as they come
     reduce         takes them: sums over the ranks, all-reduce (plain parameters) or reduce-scatter (cut ones), issued and not awaited
+    tie            sums what a unit's reductions gave over other stages that hold the parameter
     finish         awaits all; hands over what each parameter got
 
 A reduce-scatter keeps whole gradients alive until it is done. So that they do not pile up over the units, a `reduce` that scatters first awaits the
@@ -44,6 +45,7 @@ class Reducer:
         self._arrived: set[str] = set()
         self._scattering: list[Pending] = []
         self._summing: list[Pending] = []
+        self._tying: list[Handle] = []
 
     def accumulate(self, name: str, gradient: Tensor) -> None:
         """Add a whole gradient. The first one of a parameter is kept as it is, so it must own its storage.
@@ -69,10 +71,28 @@ class Reducer:
         if any(piece.name in arrived for group in (layout.scattered.alone, *(s.pieces for s in layout.scattered.shared)) for piece in group):
             self._scatter(layout, arrived, text)
 
+    def tie(self, number: int, group: dist.ProcessGroup, device: torch.device) -> None:
+        """Sum a unit's gradient over the stages of `group`; zeros stand for one that this stage has not. The unit is one trainable parameter."""
+        self._settle(self._scattering)
+        self._settle(self._summing)
+        layout = self.layouts[number]
+        for together in (layout.scattered, layout.summed):
+            keys = [(piece.name, piece.size, piece.dtype) for piece in together.alone]
+            keys += [
+                (_key(layout, together is layout.scattered, index), shared.segment, shared.dtype) for index, shared in enumerate(together.shared)
+            ]
+            for key, size, dtype in keys:
+                if key not in self._results:
+                    self._results[key] = torch.zeros(size, dtype=dtype, device=device)
+                self._arrived.update(layout.pieces)
+                self._tying.append(all_reduce(self._results[key], group, f"the gradients of unit {number} over the stages"))
+
     def finish(self) -> dict[str, Tensor]:
         """Await everything; parameter name -> its gradient: this rank's rows of a cut parameter, whole of a plain one."""
         self._settle(self._scattering)
         self._settle(self._summing)
+        while self._tying:
+            self._tying.pop(0).wait()
         if self.gradients:
             names = ", ".join(repr(name) for name in list(self.gradients)[:3])
             self.gradients.clear()

@@ -1,13 +1,7 @@
-"""Plays a rank program without running it: step time by streams, memory to the byte.
+"""Plays a rank program without running it: memory to the byte, and from the notes of that play the time of the step.
 
-Memory: the same `Player` as the executor's decides what is alive; values are `Storage`s and functions are replayed from their footprints.
-Time: an instruction starts when its stream is free, everything computed before it in the program is done, and what it waits for has arrived:
-
-    compute  ──F0──────F1──┐waits──F2────
-    gather   ──G1────G2────┘                with overlap=False all streams are one
-
-Communication waits for the compute issued before it, because a collective reads what that compute wrote; compute waits for the gather of
-the parameters it reads; the end of the step waits for all.
+The same `Player` as the executor's decides what is alive; values are `Storage`s and functions are replayed from their footprints. What an
+instruction awaits is noted on the way, and `clock.play` makes times of it, over all stages of a pipeline together.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -17,11 +11,11 @@ from typing import Any, NamedTuple, Protocol
 from torch import Tensor
 
 from partitioner.errors import ProgramError
+from partitioner.runtime.clock import Asked, Times, Tracer, play, route_of
 from partitioner.runtime.inputs import narrow_copies
 from partitioner.runtime.player import Player
-from partitioner.runtime.program import Function, Instruction, Program, Ref, Replay, Slice, Unit
+from partitioner.runtime.program import Function, Instruction, Program, Ref, Replay, Slice, Unit, Wire
 from partitioner.runtime.replay import Compiled, Kind, Ledger, Storage, compile_replay
-from partitioner.runtime.text import instruction_text
 
 OPTIMIZER = "optimizer.step"
 """The name of the optimizer's step, which is no instruction, in events and memory."""
@@ -85,61 +79,45 @@ def storage_bytes(tensors: Mapping[str, Tensor]) -> dict[str, int]:
     return result
 
 
-class StorageMachine:
-    """The player's machine on storages, with a clock per stream."""
+class StorageMachine(Tracer):
+    """The player's machine on storages. memory: (instruction, most bytes, bytes after, most by kind) line by line."""
 
-    def __init__(self, program: Program, bytes_of: Mapping[str, int], unit_bytes: Mapping[int, Events], overlap: bool) -> None:
-        self.program = program
+    def __init__(self, program: Program, bytes_of: Mapping[str, int], unit_bytes: Mapping[int, Events]) -> None:
+        super().__init__(program)
         self.bytes_of = bytes_of
         self.unit_bytes = unit_bytes
-        self.overlap = overlap
         self.cuts = {cut.name: cut for cut in program.inputs}
         self.ledger = Ledger()
-        self.clock: dict[str, float] = {"compute": 0.0}
-        self.ready: dict[int, float] = {}
-        self.awaited = 0.0
-        self.events: list[tuple[str, str, float, float]] = []
-        self.memory: list[Moment] = []
+        self.memory: list[tuple[str, int, int, dict[Kind, int]]] = []
         self.total_loss: Storage | None = None
-        self._issued = 0.0
         self._held: dict[str, Storage] = {}  # storages of units, by their keys
         self._pending: set[str] = set()
         self._reduced: list[int] = []
         self._replays: dict[tuple[str, str, int], Compiled] = {}
 
-    # Time
-
     def begin(self, instruction: Instruction) -> None:
-        self._issued = self.clock["compute"]
-        self.awaited = 0.0
+        super().begin(instruction)
         self.ledger.mark()
 
     def end(self, instruction: Instruction) -> None:
-        stream = instruction.stream if self.overlap else "compute"
-        start = max(self.clock.get(stream, 0.0), self.clock["compute"], self.awaited)
-        end = start + instruction.seconds
-        self.clock[stream] = end
-        text = instruction_text(instruction)
-        if instruction.op in ("GATHER", "REFRESH") and instruction.unit is not None:
-            self.ready[instruction.unit] = end
-        if instruction.seconds:
-            self.events.append((instruction.stream, text, start, end))
-        self.note(text)
+        self.note(self.lines[-1].text)
 
-    def finished(self) -> None:
-        """What comes now comes after the last instruction."""
-        self._issued = max(self.clock.values())
+    def ended(self) -> None:
+        super().ended()
         self.ledger.mark()
 
     def note(self, text: str) -> None:
-        self.memory.append(Moment(text, self.ledger.recent, self.ledger.now, self._issued, self.ledger.recent_held))
+        self.memory.append((text, self.ledger.recent, self.ledger.now, self.ledger.recent_held))
+
+    def moments(self, times: Times) -> tuple[Moment, ...]:
+        return tuple(Moment(text, most, after, issued, held) for (text, most, after, held), issued in zip(self.memory, times.issued, strict=True))
 
     # Memory
 
     def read(self, ref: Ref, number: int, mb: int | None) -> Storage | None:
         """Persistent storages are counted once at the start, so reading them is free; only a slice that has to be copied is new."""
         if ref.kind == "parameter":
-            self.awaited = max(self.awaited, self.ready.get(self.program.unit_of[ref.name].number, 0.0))
+            self.wait(self.program.unit_of[ref.name].number)
         if ref.kind == "input":
             rows = self.program.whole_rows if mb is None else self.program.rows[mb]
             if narrow_copies(self.cuts[ref.name], rows, self.program.total) and self.program.total:
@@ -197,17 +175,30 @@ class StorageMachine:
             self._held[key] = given if given is not None and given.bytes == count else Storage(self.ledger, count)
             self._held[key].become("gathered parameters" if op == "GATHER" else "gradients")
 
-    def loss(self, values: list[Storage]) -> None:
-        self.total_loss = Storage(self.ledger, values[0].bytes)
+    def tie(self, unit: Unit) -> None:
+        self._unit_events(unit.number, "TIE")
 
-    def commit(self, changes: list[tuple[str, Ref, Storage]]) -> None:
+    def send(self, value: Storage, wire: Wire, gradient: bool, instruction: Instruction) -> Asked:
+        return Asked(self, route_of(instruction, self.program.stage), value)
+
+    def receive(self, wire: Wire, gradient: bool, rows: int, instruction: Instruction) -> tuple[Storage, Asked]:
+        storage = Storage(self.ledger, wire.whole_bytes(rows) if gradient else wire.bytes(rows))
+        return storage, Asked(self, route_of(instruction, self.program.stage))
+
+    def loss(self, values: list[Storage]) -> None:
+        self.total_loss = Storage(self.ledger, values[0].bytes if values else self.program.wires[self.program.loss or ""].whole_bytes(0))
+
+    def commit(self, changes: list[tuple[str, Ref, Storage | None]]) -> None:
         copies = [Storage(self.ledger, self.bytes_of[ref.name]) for _, ref, _ in changes if ref.kind == "buffer"]
         copies.clear()
+        if self.program.stages > 1:
+            Storage(self.ledger, sum(self.bytes_of[name] for name, ref, _ in changes if ref.kind == "value"))
 
     def output(self, ref: Ref, cut: Slice, placement: str, values: list[Storage]) -> Storage | None:
-        if not values:
-            return None
         program = self.program
+        if not values:
+            here = ref.kind != "value"
+            return None if here else Storage(self.ledger, program.wires[ref.name].whole_bytes((program.total or 0) if placement == "shard" else 0))
         mine = sum(value.bytes for value in values)
         if placement == "shard" and program.total and program.whole_rows and len(values) * program.ranks > 1:
             whole = mine * program.total // program.whole_rows
@@ -227,31 +218,47 @@ def _keep(storages: Iterable[Any]) -> None:
             storage.become("saved values")
 
 
-def simulate(
-    program: Program,
-    *,
-    bytes_of: Mapping[str, int],
-    unit_bytes: Mapping[int, Events],
-    optimizer_state_bytes: int = 0,
-    optimizer_temporary_bytes: int = 0,
-    optimizer_seconds: float = 0.0,
-    overlap: bool = True,
-) -> Simulation:
-    """Play `program` as if its functions ran; seconds are those of its instructions.
+@dataclass(frozen=True)
+class Lasting:
+    """What a rank holds and does besides its program.
 
     bytes_of: storage bytes of every input leaf, buffer and constant (see `storage_bytes`); all count from the start, read or not.
-    unit_bytes: per unit number, what its store holds between steps and allocates when (`unit_bytes.UnitBytes.of(…)`, made anew for every call).
+    unit_bytes: per unit number, what its store holds between steps and allocates when (`unit_bytes.UnitBytes.of(…)`, made anew for every play).
     optimizer_state_bytes count throughout, optimizer_temporary_bytes during `optimizer.step`, which comes after the last instruction with
     the gradients in place and takes optimizer_seconds.
     """
-    machine = StorageMachine(program, bytes_of, unit_bytes, overlap)
-    lasting: dict[Kind, int] = {
-        "parameters": sum(unit.persistent() for unit in unit_bytes.values()),
-        "optimizer state": optimizer_state_bytes,
-        "inputs, buffers and constants": sum(bytes_of.values()),
+
+    bytes_of: Mapping[str, int]
+    unit_bytes: Mapping[int, Events]
+    optimizer_state_bytes: int = 0
+    optimizer_temporary_bytes: int = 0
+    optimizer_seconds: float = 0.0
+
+
+def simulate(program: Program, lasting: Lasting, *, overlap: bool = True) -> Simulation:
+    """Play `program` as if its functions ran; seconds are those of its instructions."""
+    (only,) = simulate_together([(program, lasting)], overlap=overlap)
+    return only
+
+
+def simulate_together(stages: Sequence[tuple[Program, Lasting]], *, overlap: bool = True) -> list[Simulation]:
+    """Simulate the programs of all stages of a pipeline, which wait for each other's messages. Raises clock.Hang where they would forever."""
+    machines = [_played(program, lasting) for program, lasting in stages]
+    return [
+        _timed(machine, lasting, times)
+        for machine, (_, lasting), times in zip(machines, stages, play([machine.lines for machine in machines], overlap), strict=True)
+    ]
+
+
+def _played(program: Program, lasting: Lasting) -> StorageMachine:
+    machine = StorageMachine(program, lasting.bytes_of, lasting.unit_bytes)
+    held: dict[Kind, int] = {
+        "parameters": sum(unit.persistent() for unit in lasting.unit_bytes.values()),
+        "optimizer state": lasting.optimizer_state_bytes,
+        "inputs, buffers and constants": sum(lasting.bytes_of.values()),
     }
-    machine.ledger.held.update(lasting)
-    machine.ledger.grow(sum(lasting.values()), sum(lasting.values()))
+    machine.ledger.held.update(held)
+    machine.ledger.grow(sum(held.values()), sum(held.values()))
     player = Player[Storage](program, machine)
     player.play(program.instructions)
     if program.after:
@@ -260,15 +267,19 @@ def simulate(
                 for mb in range(len(program.rows)):
                     player.arrive(ref.name, mb, Storage(machine.ledger, player.likes[ref.name, mb]))
         player.play(program.after)
-    machine.finished()
+    machine.ended()
     player.finish()
     machine.note("FINISH")
-    end = max(machine.clock.values())
-    if program.mode == "step":
-        machine.finished()
-        machine.ledger.grow(optimizer_temporary_bytes, 0)
-        machine.note(OPTIMIZER)
-        if optimizer_seconds:
-            machine.events.append(("compute", OPTIMIZER, end, end + optimizer_seconds))
-            end += optimizer_seconds
-    return Simulation(end, machine.ledger.peak, tuple(machine.events), tuple(machine.memory))
+    return machine
+
+
+def _timed(machine: StorageMachine, lasting: Lasting, times: Times) -> Simulation:
+    memory, end = machine.moments(times), times.end
+    if machine.program.mode == "step":
+        machine.ledger.mark()
+        machine.ledger.grow(lasting.optimizer_temporary_bytes, 0)
+        memory = (*memory, Moment(OPTIMIZER, machine.ledger.recent, machine.ledger.now, end, machine.ledger.recent_held))
+        if lasting.optimizer_seconds:
+            times.events.append(("compute", OPTIMIZER, end, end + lasting.optimizer_seconds))
+            end += lasting.optimizer_seconds
+    return Simulation(end, machine.ledger.peak, tuple(times.events), memory)

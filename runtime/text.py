@@ -23,6 +23,11 @@ FIELDS: dict[str, tuple[frozenset[str], frozenset[str]]] = {
     "DROP": (frozenset({"values"}), frozenset({"mb", "bytes"})),
     "BACKWARD": (frozenset({"block", "mb"}), frozenset({"bytes"})),
     "REDUCE": (frozenset({"unit"}), frozenset({"mb", "bytes"})),
+    "TIE": (frozenset({"unit"}), frozenset({"bytes"})),
+    "SEND": (frozenset({"value", "mb", "stage"}), frozenset({"bytes"})),
+    "RECV": (frozenset({"value", "mb", "stage"}), frozenset({"bytes"})),
+    "SEND_GRADIENT": (frozenset({"value", "mb", "stage"}), frozenset({"bytes"})),
+    "RECV_GRADIENT": (frozenset({"value", "mb", "stage"}), frozenset({"bytes"})),
     "LOSS": (frozenset(), frozenset({"bytes"})),
     "COMMIT": (frozenset(), frozenset({"bytes"})),
     "OUTPUT": (frozenset(), frozenset({"bytes"})),
@@ -33,11 +38,13 @@ STREAMS = ("compute", "gather", "reduce", "send", "copy")
 AFTER = "AFTER"
 _COMMENT = re.compile(r"(^|\s+)#.*$")
 _LINE = re.compile(
-    r"(?P<op>[A-Z]+)"
+    r"(?P<op>[A-Z_]+)"
     r"(?: block (?P<block>\d+))?"
     r"(?: unit (?P<unit>\d+))?"
     r"(?: values (?P<values>\S+(?: \S+)*?))?"
+    r"(?: value (?P<value>\S+))?"
     r"(?: mb (?P<mb>\d+))?"
+    r"(?: stage (?P<stage>\d+))?"
     r" on (?P<stream>[a-z]+)"
     r"(?: bytes (?P<bytes>\d+))?"
     r"(?: drops (?P<drops>\S+(?: \S+)*))?"
@@ -53,8 +60,12 @@ def instruction_text(instruction: Instruction) -> str:
         words.append(f"unit {instruction.unit}")
     if instruction.op == "DROP":
         words.append(f"values {' '.join(instruction.drops)}")
+    if instruction.value is not None:
+        words.append(f"value {instruction.value}")
     if instruction.mb is not None:
         words.append(f"mb {instruction.mb}")
+    if instruction.stage is not None:
+        words.append(f"stage {instruction.stage}")
     words.append(f"on {instruction.stream}")
     if instruction.bytes:
         words.append(f"bytes {instruction.bytes}")
@@ -71,22 +82,24 @@ def parse_instruction(line: str) -> Instruction:
         raise ProgramError(f"{line.strip()!r} starts with {op!r}, which is no instruction; write one of {', '.join(OPS)}")
     match = _LINE.fullmatch(text)
     required, optional = FIELDS[op]
-    grammar = " ".join([op, *(f"{name} …" for name in ("block", "unit", "values", "mb") if name in required), "on STREAM"])
+    grammar = " ".join([op, *(f"{name} …" for name in ("block", "unit", "values", "value", "mb", "stage") if name in required), "on STREAM"])
     extra = ", ".join(sorted(optional))
     if match is None:
         raise ProgramError(f"{line.strip()!r} is not readable as an instruction; write {grammar!r} (optional: {extra})")
-    found = {name for name in ("block", "unit", "values", "mb", "bytes", "drops") if match[name] is not None}
+    found = {name for name in ("block", "unit", "values", "value", "mb", "stage", "bytes", "drops") if match[name] is not None}
     if not required <= found or not found <= required | optional:
         wrong = ", ".join(sorted((required - found) | (found - required - optional)))
         raise ProgramError(f"{line.strip()!r} lacks or must not have: {wrong}; write {grammar!r} (optional: {extra})")
     if match["stream"] not in STREAMS:
         raise ProgramError(f"{line.strip()!r} names the stream {match['stream']!r}; write one of {', '.join(STREAMS)}")
-    number = {name: None if match[name] is None else int(match[name]) for name in ("block", "unit", "mb", "bytes")}
+    number = {name: None if match[name] is None else int(match[name]) for name in ("block", "unit", "mb", "stage", "bytes")}
     return Instruction(
         op=op,
         block=number["block"],
         unit=number["unit"],
         mb=number["mb"],
+        value=match["value"],
+        stage=number["stage"],
         stream=match["stream"],  # type: ignore[arg-type]  # checked against STREAMS above
         bytes=number["bytes"] or 0,
         drops=tuple((match["values"] or match["drops"] or "").split()),
@@ -118,7 +131,8 @@ def program_text(program: Program) -> str:
     if program.total is not None:
         rows = f"{' + '.join(map(str, program.rows))} of {program.total} rows from {program.whole_start}"
     mode = "training" if program.training else "evaluation"
-    lines = [f"# rank {program.rank} of {program.ranks} on {program.axis}, {program.mode}, {mode}, {rows}"]
+    stage = f", stage {program.stage} of {program.stages}" if program.stages > 1 else ""
+    lines = [f"# rank {program.rank} of {program.ranks} on {program.axis}{stage}, {program.mode}, {mode}, {rows}"]
     lines += _lines(program, program.instructions)
     if program.after:
         lines += [AFTER, *_lines(program, program.after)]

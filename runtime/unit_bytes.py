@@ -84,7 +84,7 @@ class UnitBytes:
         return result
 
     def events(self, op: str) -> list[Event]:
-        """What the store allocates and frees at REFRESH, GATHER, FREE, ACCUMULATE:<name>:first, …:next, REDUCE, REDUCE:last or FINISH."""
+        """What the store allocates and frees at REFRESH, GATHER, FREE, ACCUMULATE:<name>:first, …:next, REDUCE, REDUCE:last, TIE or FINISH."""
         if op.startswith("ACCUMULATE:"):
             name, _, turn = op.removeprefix("ACCUMULATE:").rpartition(":")
             return self._accumulate(name, turn)
@@ -103,6 +103,8 @@ class UnitBytes:
                 return [("drop", key, count) for _, key, count in self._wholes()]
             case "REDUCE" | "REDUCE:last":
                 return self._reduce()
+            case "TIE":
+                return [*self._flight.end(), *self._tie()]
             case "FINISH":
                 self._arrived.clear()
                 self._results.clear()
@@ -144,6 +146,18 @@ class UnitBytes:
                 key, whole = f"{self.unit.number} joined gradients {index} {self._next()}", self.ranks * shared.segment * shared.dtype.itemsize
                 events += [("make", key, whole), *_give_up(members, arrived)]
                 events += self._scatter(f"scattered {index}", shared.segment * shared.dtype.itemsize, ("drop", key, whole))
+        return events
+
+    def _tie(self) -> list[Event]:
+        """Zeros where this stage has no gradient of its own."""
+        events: list[Event] = []
+        for together, cut in ((self.layout.scattered, True), (self.layout.summed, False)):
+            sizes = [(piece.name, _bytes(piece, piece.size)) for piece in together.alone]
+            sizes += [(f"{'scattered' if cut else 'summed'} {index}", _segment(shared)) for index, shared in enumerate(together.shared)]
+            for what, count in sizes:
+                if what not in self._results:
+                    self._results.add(what)
+                    events.append(("make", f"{self.unit.number} tied {what} {self._next()}", count))
         return events
 
     def _scatter(self, what: str, count: int, whole: Event) -> list[Event]:

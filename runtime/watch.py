@@ -247,6 +247,11 @@ def attach(watch: Watch, group: dist.ProcessGroup) -> None:
     weakref.finalize(group, watch.close)
 
 
+def share(watch: Watch, group: dist.ProcessGroup) -> None:
+    """Let `watch` stand for a smaller group of its ranks as well."""
+    _watches[group] = watch
+
+
 def of(group: dist.ProcessGroup | None) -> Watch | None:
     """What watches the ranks of `group`; None for one rank, and for a group that `launch.join` has not made."""
     return None if group is None else _watches.get(group)

@@ -49,13 +49,15 @@ class Handle:
         group: dist.ProcessGroup,
         what: str,
         after: Callable[[], object] | None = None,
+        listed: bool = True,
     ) -> None:
+        """listed: whether who watches collectives is told of it."""
         self._group, self._what = group, what
         self._tensors = tensors
         self._counts = [_holders(tensor) for tensor in tensors]
         self._after = after
         self._work = guarded(issue, group, what)
-        if _watcher is not None:
+        if _watcher is not None and listed:
             _watcher(self._work)
 
     def wait(self) -> None:

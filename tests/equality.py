@@ -45,9 +45,12 @@ class Composition:
     shard: str
     checkpoint: str
     micro_batches: int
+    pp: int = 1
+    schedule: str | None = None
 
     def constraints(self) -> dict[str, Any]:
-        return {"shard": self.shard, "checkpoint": self.checkpoint, "micro_batches": self.micro_batches}
+        stages = {} if self.pp == 1 else {"pp": self.pp, "schedule": self.schedule}
+        return {"shard": self.shard, "checkpoint": self.checkpoint, "micro_batches": self.micro_batches, **stages}
 
 
 @dataclass(frozen=True)
@@ -161,9 +164,22 @@ def compare(name: str, kind: Kind, composition: Composition) -> Verdict:
         return Verdict(loss=inf, where=f"ranks report different losses: {[other.losses for other in results]}")
     loss = max(abs(a - b) / max(SMALLEST, abs(b)) for a, b in zip(losses, expected.losses, strict=True))
     floor = noise_floor(expected.gradients)
-    gradient, first = max((distance(expected.gradients, found.gradients, floor) for found in results), key=lambda pair: pair[0])
+    if composition.pp > 1:
+        gradient, first = distance(expected.gradients, over_stages(results), floor)
+    else:
+        gradient, first = max((distance(expected.gradients, found.gradients, floor) for found in results), key=lambda pair: pair[0])
     state, second = max((distance(expected.state, found.state) for found in results), key=lambda pair: pair[0])
     return Verdict(loss if loss == loss else inf, gradient, state, f"gradient of {first}, state {second}")
+
+
+def over_stages(results: list[Trained]) -> dict[str, Tensor | None]:
+    """The gradients of a pipeline: each is where its parameter is, and where several ranks have it they have the same."""
+    found: dict[str, Tensor | None] = {}
+    for name in results[0].gradients:
+        here = [gradient for gradient in (result.gradients[name] for result in results) if gradient is not None]
+        assert all(torch.allclose(here[0], other, rtol=1e-12, atol=0.0) for other in here[1:]), f"ranks have different gradients of {name}"
+        found[name] = here[0] if here else None
+    return found
 
 
 def compare_or_refuse(name: str, kind: Kind, composition: Composition) -> Verdict:

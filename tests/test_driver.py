@@ -22,7 +22,9 @@ def test_constraints_are_read_and_written_back() -> None:
     assert parse(None, 4) == parse({}, 4) == Constraints()
     given = {"dp": 4, "micro_batches": 2, "shard": "zero3", "checkpoint": "full"}
     assert parse(given, 4).as_dict() == given
-    neutral = {"pp": 1, "tp": 1, "schedule": None, "shard": "auto", "micro_batches": None}
+    piped = {"pp": 2, "dp": 2, "schedule": "gpipe", "micro_batches": 8}
+    assert parse(piped, 4).as_dict() == piped
+    neutral = {"pp": None, "tp": 1, "schedule": None, "shard": "auto", "micro_batches": None}
     assert parse({**given, **neutral}, 4).as_dict() == {"dp": 4, "checkpoint": "full"}
     assert parse(Constraints(shard="zero1").as_dict(), 2).shard == "zero1"
 
@@ -34,10 +36,11 @@ def test_constraints_are_read_and_written_back() -> None:
         ({"pp": 0}, r"constraints\['pp'\] is 0; write a whole number from 1 to 1,000,000"),
         ({"tp": True}, r"constraints\['tp'\] is True; write a whole number"),
         ({"tp": "2"}, r"constraints\['tp'\] is '2'; write a whole number"),
-        ({"pp": 2}, r"\['pp'\] is 2, but pipeline parallelism is not available yet: .* leave pp out"),
+        ({"pp": 3}, r"\['pp'\] is 3, but 4 devices cannot be dealt to 3 stages evenly; write a divisor of 4"),
+        ({"pp": 2, "schedule": "2f2b"}, r"constraints\['schedule'\] is '2f2b'; it may be gpipe, 1f1b, interleaved, zb-h1, zb-v"),
         ({"tp": 2}, r"\['tp'\] is 2, but tensor parallelism is not available yet: .* leave tp out"),
-        ({"schedule": "1f1b"}, r"constraints\['schedule'\] chooses a pipeline schedule, .* leave it out"),
-        ({"shards": "zero3"}, r"unknown constraint 'shards'; known are checkpoint, dp, micro_batches, shard"),
+        ({"schedule": "1f1b"}, r"constraints\['schedule'\] is '1f1b', which orders pipeline stages, .* write pp too"),
+        ({"shards": "zero3"}, r"unknown constraint 'shards'; known are checkpoint, dp, micro_batches, pp, schedule, shard"),
         ({3: "zero3"}, r"unknown constraint '3'; known are"),
         ({"shard": "zero4"}, r"constraints\['shard'\] is 'zero4'; it may be none, zero1, zero2, zero3, auto"),
         ({"shard": ["zero3"]}, r"constraints\['shard'\] is \['zero3'\]; it may be"),
@@ -46,7 +49,7 @@ def test_constraints_are_read_and_written_back() -> None:
         ({"micro_batches": 10**7}, r"\['micro_batches'\] is 10000000; write a whole number from 1 to 1,000,000"),
         ({"micro_batches": 2.0}, r"constraints\['micro_batches'\] is 2\.0; write a whole number"),
         ({"dp": False}, r"constraints\['dp'\] is False; write a whole number"),
-        ({"dp": 2}, r"constraints\['dp'\] is 2, but there are 4 devices and dp is the only axis; write gpus=2 or leave dp out"),
+        ({"dp": 2}, r"constraints\['dp'\] is 2, but 4 devices in 1 stage leave 4 a stage; write gpus=2 or leave dp out"),
     ],
 )
 def test_constraints_that_are_refused(given: Any, message: str) -> None:
@@ -132,7 +135,7 @@ def test_examples_of_another_form_are_refused() -> None:
         ({"batch_dim": {"tokens": 0}}, BatchError, r"batch_dim speaks of kwargs\['tokens'\], which is no input; the inputs are args\[0\]"),
         ({"batch_dim": ("0",)}, BatchError, r"batch_dim says '0' for args\[0\]; write the number of the batch dim, or None"),
         ({"constraints": {"micro_batches": ROWS}}, BatchError, r"16 rows on 2 ranks leave a rank with 8; use micro_batches=8 or fewer"),
-        ({"constraints": {"dp": 3}}, ConstraintError, r"there are 2 devices"),
+        ({"constraints": {"dp": 3}}, ConstraintError, r"2 devices in 1 stage leave 2"),
         ({"plan": "plan.json"}, PlanError, r"plan is a str; pass what make_plan\(…\) or Plan\.load\(…\) returned"),
     ],
 )

@@ -146,7 +146,7 @@ def nonsense(data: dict[str, Any]) -> None:
         (lambda data: data["blocks"].clear(), PlanError, "the plan has 0 blocks"),
         (lambda data: data["blocks"][0].update(label="elsewhere"), PlanError, "block 0 is 'elsewhere' in the plan"),
         (lambda data: data.update(micro_batches=16), BatchError, "micro_batches=8 or fewer"),
-        (lambda data: data.update(mesh={"pp": 2}), PlanError, "mesh {'pp': 2}"),
+        (lambda data: data.update(mesh={"pp": 2}), PlanError, "must ascend from 0 to 1 without a gap"),
         (lambda data: data.update(precision="bf16"), PlanError, "precision bf16"),
         (lambda data: data.update(training=False), PlanError, "mode evaluation"),
         (lambda data: data.update(fingerprint="0" * 64), PlanError, "another model"),

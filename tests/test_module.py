@@ -16,7 +16,7 @@ from partitioner.runtime.optimizer_bytes import state_bytes, temporary_bytes
 from partitioner.runtime.parameters import UnitStore, shapes_of
 from partitioner.runtime.program import Program, Request, Shard
 from partitioner.runtime.shards import local
-from partitioner.runtime.simulator import simulate, storage_bytes
+from partitioner.runtime.simulator import Lasting, simulate, storage_bytes
 from partitioner.runtime.unit_bytes import UnitBytes
 from tests import ranks
 from tests.small_programs import Chain, WholeStore, chain, eager, forward_chain, leaves
@@ -128,10 +128,12 @@ def train_over_ranks(size: int) -> list[tuple[str, int, int]]:
         stepped: Any = [shape for ghost in ghosts.values() for shape in ghost.local_shapes()]
         simulation = simulate(
             programs[0],
-            bytes_of=storage_bytes(given),
-            unit_bytes=ghosts,
-            optimizer_state_bytes=state_bytes("adamw", stepped),
-            optimizer_temporary_bytes=temporary_bytes("adamw", stepped),
+            Lasting(
+                bytes_of=storage_bytes(given),
+                unit_bytes=ghosts,
+                optimizer_state_bytes=state_bytes("adamw", stepped),
+                optimizer_temporary_bytes=temporary_bytes("adamw", stepped),
+            ),
         )
         peaks.append((shard, simulation.peak_bytes, model.measured.peak_bytes))
     collectives.bind("dp", None)

@@ -76,7 +76,7 @@ def test_a_plan_survives_its_file(tmp_path: Path) -> None:
     assert hash(loaded) == hash(plan)
     assert loaded != plan_of(micro_batches=4)
     assert Plan.from_json(plan.to_json()).to_json() == plan.to_json()
-    block = {"label": "model.layers.0", "class": "layer", "shard": "zero3", "keep_gathered": False, "saved": "some"}
+    block = {"label": "model.layers.0", "class": "layer", "shard": "zero3", "keep_gathered": False, "saved": "some", "stage": 0}
     assert json.loads(plan.to_json())["blocks"][1] == block
     assert [file.name for file in (tmp_path / "new").iterdir()] == ["plan.json"], "no temporary file stays behind"
 

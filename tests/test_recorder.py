@@ -14,7 +14,7 @@ from partitioner.runtime.executor import Executor
 from partitioner.runtime.measure import Measured
 from partitioner.runtime.parameters import UnitStore, shapes_of
 from partitioner.runtime.recorder import Recorder, Recording
-from partitioner.runtime.simulator import simulate, storage_bytes
+from partitioner.runtime.simulator import Lasting, simulate, storage_bytes
 from partitioner.runtime.timeline import Timeline, save_trace
 from partitioner.runtime.unit_bytes import UnitBytes
 from partitioner.runtime.wire import watching
@@ -40,7 +40,7 @@ def recorded(shard: str, size: int) -> Timeline:
 @pytest.mark.parametrize("shard", ["zero1", "zero3"])
 def test_a_measured_step_has_the_events_of_the_simulated_one(shard: str) -> None:
     program, given = chain(3, 12, 2, shard, 0, 2), leaves(12)  # type: ignore[arg-type]
-    expected = simulate(program, bytes_of=storage_bytes(given), unit_bytes=UnitBytes.of(program.units, shapes_of(Chain(3)), 2, 0))
+    expected = simulate(program, Lasting(bytes_of=storage_bytes(given), unit_bytes=UnitBytes.of(program.units, shapes_of(Chain(3)), 2, 0)))
     runs = [(stream, text) for stream, text, *_ in expected.events]
     for rank, timeline in enumerate(ranks.run(2, recorded, shard, 2)):
         assert timeline.rank == rank and timeline.labels[1] == program.call_of[1].label

@@ -10,7 +10,8 @@ from torch import nn
 
 from partitioner import Cluster
 from partitioner.errors import ProgramError
-from partitioner.runtime.check import COLLECTIVES, check
+from partitioner.runtime.check import check
+from partitioner.runtime.check_ranks import COLLECTIVES
 from partitioner.runtime.program import Instruction, Program, Request
 from partitioner.runtime.text import instruction_text
 from partitioner.session import Session

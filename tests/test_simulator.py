@@ -15,7 +15,7 @@ from partitioner.runtime.parameters import UnitStore, shapes_of
 from partitioner.runtime.program import Event, Function, Instruction, Program, Ref, Replay, Shard, Slice
 from partitioner.runtime.replay import Ledger, Storage, compile_replay
 from partitioner.runtime.shards import local
-from partitioner.runtime.simulator import Simulation, simulate, storage_bytes
+from partitioner.runtime.simulator import Lasting, Simulation, simulate, storage_bytes
 from partitioner.runtime.unit_bytes import UnitBytes
 from tests import ranks
 from tests.small_programs import ITEM, LAYER, ROW, SQUARE, Chain, WholeBytes, WholeStore, chain, forward_chain, leaves
@@ -31,10 +31,9 @@ def _no_garbage() -> Iterator[None]:
     gc.enable()
 
 
-def simulated(program: Program, given: dict[str, torch.Tensor], **options: object) -> Simulation:
-    return simulate(
-        program, bytes_of=storage_bytes(given), unit_bytes={unit.number: WholeBytes(unit) for unit in program.units}, **options  # type: ignore[arg-type]
-    )
+def simulated(program: Program, given: dict[str, torch.Tensor], overlap: bool = True, **lasting: int) -> Simulation:
+    unit_bytes = {unit.number: WholeBytes(unit) for unit in program.units}
+    return simulate(program, Lasting(storage_bytes(given), unit_bytes, **lasting), overlap=overlap)
 
 
 def measured(program: Program, module: torch.nn.Module, given: dict[str, torch.Tensor]) -> int:
@@ -93,7 +92,7 @@ def real_store(size: int, layers: int) -> list[tuple[str, int, int, float]]:
             with Tracker() as tracker:
                 tracker.track([*map(local, module.parameters()), given])
                 loss = executor.step(given)
-            result = simulate(program, bytes_of=storage_bytes(given), unit_bytes=UnitBytes.of(program.units, shapes, size, rank))
+            result = simulate(program, Lasting(bytes_of=storage_bytes(given), unit_bytes=UnitBytes.of(program.units, shapes, size, rank)))
             worst = abs(float(loss - expected.detach()))
             for mine, theirs in zip(module.parameters(), plain.parameters(), strict=True):
                 assert mine.grad is not None and theirs.grad is not None
@@ -154,7 +153,7 @@ def test_buffers_are_committed_to_the_byte() -> None:
     program = replace(program, instructions=(*program.instructions, Instruction("COMMIT")))
     given = leaves(4)
     sizes = storage_bytes({**given, **dict(module.named_buffers())})
-    result = simulate(program, bytes_of=sizes, unit_bytes={0: WholeBytes(program.units[0])})
+    result = simulate(program, Lasting(bytes_of=sizes, unit_bytes={0: WholeBytes(program.units[0])}))
     assert result.peak_bytes == measured(program, module, given)
     Executor(program, module, WholeStore(module, program.units), None, CPU).step(given)  # the third swap
     assert module.get_buffer("old").sum() == 0 and module.get_buffer("new").sum() == 100
@@ -195,12 +194,8 @@ def test_compiled_replay_is_the_replay() -> None:
 
 def timed(*lines: Instruction, overlap: bool) -> Simulation:
     program = chain(layers=2, total=4, micro_batches=1, shard="zero3")
-    return simulate(
-        replace(program, instructions=lines),
-        bytes_of=storage_bytes(leaves(4)),
-        unit_bytes={unit.number: WholeBytes(unit) for unit in program.units},
-        overlap=overlap,
-    )
+    lasting = Lasting(storage_bytes(leaves(4)), {unit.number: WholeBytes(unit) for unit in program.units})
+    return simulate(replace(program, instructions=lines), lasting, overlap=overlap)
 
 
 def test_streams_run_beside_each_other_and_are_awaited() -> None:
@@ -246,7 +241,7 @@ def test_bytes_by_kind_sum_to_the_peak_and_come_back_to_what_lasts(shard: Shard)
     shapes = shapes_of(Chain(3))
     ghosts = UnitBytes.of(program.units, shapes, 2, 0)
     lasting = {"parameters": sum(ghost.persistent() for ghost in ghosts.values()), "optimizer state": 77}
-    result = simulate(program, bytes_of=storage_bytes(given), unit_bytes=ghosts, optimizer_state_bytes=77, optimizer_temporary_bytes=1000)
+    result = simulate(program, Lasting(bytes_of=storage_bytes(given), unit_bytes=ghosts, optimizer_state_bytes=77, optimizer_temporary_bytes=1000))
     for moment in result.memory:
         assert sum(moment.by_kind.values()) == moment.peak_bytes and min(moment.by_kind.values()) >= 0, moment
         assert {kind: moment.by_kind[kind] for kind in lasting} == lasting

@@ -1,0 +1,153 @@
+"""Which stage runs which blocks, in which turns; and from that, which values travel between stages.
+
+A *chunk* is a run of consecutive blocks; a schedule gives every chunk a stage, and every stage its turns. What a block reads of another stage is sent
+there once, straight from the stage that computes it, however far; its gradient comes back once the last reader there has given its share.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from partitioner.errors import PlanError
+from partitioner.passes.block import Block
+from partitioner.runtime.program import Call, Function
+from partitioner.schedules import Name, Turn, chunks_of, schedule, stage_of
+
+
+@dataclass(frozen=True)
+class Pipeline:
+    """`chunks[i]` is the chunk of block i, ascending. One stage: no pipeline."""
+
+    stages: int
+    chunks: tuple[int, ...]
+    schedule: Name = "1f1b"
+
+    @staticmethod
+    def none(blocks: int) -> "Pipeline":
+        """All blocks on one stage."""
+        return Pipeline(1, (0,) * blocks)
+
+    @property
+    def count(self) -> int:
+        """How many chunks the schedule takes."""
+        return chunks_of(self.schedule, self.stages)
+
+    def stage(self, block: int) -> int:
+        return stage_of(self.schedule, self.chunks[block], self.stages)
+
+    def blocks(self, chunk: int) -> tuple[int, ...]:
+        return tuple(block for block, own in enumerate(self.chunks) if own == chunk)
+
+    def turns(self, stage: int, micro_batches: int) -> tuple[Turn, ...]:
+        """What a stage does, in order."""
+        return schedule(self.schedule, self.stages, micro_batches)[stage]
+
+
+    def alike(self, planned: Sequence[Block], blocks: Sequence[Block], holders: Mapping[str, frozenset[int]]) -> "Pipeline":
+        """The same stages for the blocks of another capture: each runs where one of its name was planned, if that stage holds what it reads, else at
+        the next that does. Raises PlanError where none does.
+        """
+        known = {block.label: chunk for block, chunk in zip(planned, self.chunks, strict=True)}
+        chunks: list[int] = []
+        for block in blocks:
+            read = [port.name for port in block.reads if port.kind == "parameter"]
+            least = chunks[-1] if chunks else 0
+            able = [k for k in range(least, self.count) if all(stage_of(self.schedule, k, self.stages) in holders[name] for name in read)]
+            if not able:
+                raise PlanError(
+                    f"block {block.label!r} reads parameters that the plan keeps on different stages ({', '.join(read[:4])}): with these inputs, "
+                    "or in this mode, the model is cut into blocks otherwise than planned; plan for them, or with fewer stages"
+                )
+            wanted = known.get(block.label, least)
+            chunks.append(wanted if wanted in able else able[0])
+        return Pipeline(self.stages, tuple(chunks), self.schedule)
+
+
+@dataclass(frozen=True)
+class Message:
+    """A value of a micro-batch on its way to another stage, or its gradient on its way back."""
+
+    name: str
+    mb: int
+    source: int
+    target: int
+    gradient: bool
+
+
+@dataclass
+class Routes:
+    """Who needs what of whom. home: value -> its stage; readers: value -> other stages that read it; givers: (value, stage) -> blocks of
+    that stage whose backward gives a share of the value's gradient, for values that get one.
+    """
+
+    home: dict[str, int] = field(default_factory=dict)
+    readers: dict[str, tuple[int, ...]] = field(default_factory=dict)
+    givers: dict[tuple[str, int], tuple[int, ...]] = field(default_factory=dict)
+
+    @staticmethod
+    def of(calls: Sequence[Call], functions: dict[str, Function], pipeline: Pipeline, loss: str | None) -> "Routes":
+        routes = Routes(home={name: pipeline.stage(call.number) for call in calls for name in call.writes})
+        readers: dict[str, set[int]] = {}
+        for call in calls:
+            for ref in call.reads:
+                if ref.kind == "value" and pipeline.stage(call.number) != routes.home[ref.name]:
+                    readers.setdefault(ref.name, set()).add(pipeline.stage(call.number))
+        routes.readers = {name: tuple(sorted(stages)) for name, stages in readers.items()}
+        reached = {loss}  # values that get a gradient
+        givers: dict[tuple[str, int], list[int]] = {}
+        for call in reversed(calls):
+            function = functions[call.function]
+            if function.backward is None or not reached.intersection(call.writes[index] for index in function.tangents):
+                continue
+            for name in dict.fromkeys(call.reads[index].name for index in function.gradients if call.reads[index].kind == "value"):
+                reached.add(name)
+                givers.setdefault((name, pipeline.stage(call.number)), []).append(call.number)
+        routes.givers = {key: tuple(sorted(numbers)) for key, numbers in givers.items()}
+        return routes
+
+    def returned(self, name: str) -> tuple[int, ...]:
+        """The other stages that send a share of a value's gradient back."""
+        return tuple(stage for stage in self.readers.get(name, ()) if (name, stage) in self.givers)
+
+    def after_forward(self, call: Call, mb: int) -> list[Message]:
+        """What a block's stage sends once it has run."""
+        return [Message(name, mb, self.home[name], stage, False) for name in call.writes for stage in self.readers.get(name, ())]
+
+    def after_backward(self, call: Call, mb: int, stage: int) -> list[Message]:
+        """The gradients that are complete on a stage once a block's backward has run: its givers run in reverse, so the first of them is the last."""
+        names = dict.fromkeys(ref.name for ref in call.reads if ref.kind == "value")
+        return [
+            Message(name, mb, stage, self.home[name], True)
+            for name in names
+            if self.home[name] != stage and self.givers.get((name, stage), (None,))[0] == call.number
+        ]
+
+    def before(self, turn: Turn, calls: Sequence[Call], stage: int) -> list[Message]:
+        """What a stage must have received before it runs a chunk's blocks forward, or backward."""
+        if turn.op == "F":
+            names = dict.fromkeys(ref.name for call in calls for ref in call.reads if ref.kind == "value" and self.home[ref.name] != stage)
+            return [Message(name, turn.mb, self.home[name], stage, False) for name in names]
+        return [Message(name, turn.mb, other, stage, True) for call in calls for name in call.writes for other in self.returned(name)]
+
+    def sent(self, pipeline: Pipeline, calls: Sequence[Call], micro_batches: int, forward_only: bool) -> dict[tuple[int, int], list[Message]]:
+        """(source, target) -> the messages from one stage to another in the order in which they are sent."""
+        found: dict[tuple[int, int], list[Message]] = {}
+        for stage in range(pipeline.stages):
+            for turn in turns_of(pipeline, stage, micro_batches, forward_only):
+                for number in walk(pipeline, turn):
+                    call = calls[number]
+                    sent = self.after_forward(call, turn.mb) if turn.op == "F" else self.after_backward(call, turn.mb, stage)
+                    for message in sent if turn.op != "W" else ():
+                        found.setdefault((message.source, message.target), []).append(message)
+        return found
+
+
+def turns_of(pipeline: Pipeline, stage: int, micro_batches: int, forward_only: bool) -> tuple[Turn, ...]:
+    """A stage's turns; of a forward program the forward ones."""
+    turns = pipeline.turns(stage, micro_batches)
+    return tuple(turn for turn in turns if turn.op == "F") if forward_only else turns
+
+
+def walk(pipeline: Pipeline, turn: Turn) -> tuple[int, ...]:
+    """The blocks of a turn in the order in which they run."""
+    blocks = pipeline.blocks(turn.chunk)
+    return blocks if turn.op == "F" else blocks[::-1]
