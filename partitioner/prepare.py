@@ -19,6 +19,7 @@ from partitioner.passes.differentiate import Joint, differentiate
 from partitioner.passes.dims import Cut, analyse
 from partitioner.passes.emit import emit
 from partitioner.passes.graph import Graph
+from partitioner.passes.halves import HalfGraphs, halve
 from partitioner.passes.own_rows import pair_rows
 from partitioner.passes.place import Placed, place, unplaced
 from partitioner.passes.remat_encode import communications, draws, encode
@@ -62,10 +63,11 @@ class Prepared:
     keyed: bool
     seconds: Seconds
     _joints: dict[str, Joint] = field(default_factory=dict)
-    _functions: dict[tuple[str, frozenset[str]], BlockFunction] = field(default_factory=dict)
+    _functions: dict[tuple[str, frozenset[str], bool], BlockFunction] = field(default_factory=dict)
     _frontiers: dict[str, tuple[Point, ...]] = field(default_factory=dict)
     _graphs: dict[str, tuple[fx.Graph, fx.Graph | None]] = field(default_factory=dict)
-    _prices: dict[tuple[str, bool, int], float] = field(default_factory=dict)
+    _halves: dict[str, HalfGraphs] = field(default_factory=dict)
+    _prices: dict[tuple[str, str, int], float] = field(default_factory=dict)
 
     @cached_property
     def slices(self) -> tuple[Slice, ...]:
@@ -142,23 +144,38 @@ class Prepared:
         """Seconds of a function's forward or backward on so many rows."""
         if self.prologue is not None and function is self.prologue.function:
             return 0.0
-        key = (function.name, backward, rows)
+        return self._price(function, "backward" if backward else "forward", self._graphs[function.name][backward], rows)
+
+    def price_half(self, function: BlockFunction, weight: bool, rows: int) -> float:
+        """Seconds of the input half or the weight half of a function that was made with halves; 0.0 where there is no such half."""
+        if function.halves is None:
+            return 0.0
+        halves = self._halves[function.name]
+        if halves.weight is None and not weight:
+            return self.price(function, True, rows)
+        return self._price(function, "weight" if weight else "input", halves.weight if weight else halves.input, rows)
+
+    def _price(self, function: BlockFunction, part: str, graph: fx.Graph | None, rows: int) -> float:
+        key = (function.name, part, rows)
         if key not in self._prices:
-            joint, graph = self._joints[function.name.split("__")[0]], self._graphs[function.name][backward]
+            joint = self._joints[function.name.split("__")[0]]
             at = None if joint.rows is None else rows
             nodes = [] if graph is None else [node for node in graph.nodes if node.op == "call_function"]
             self._prices[key] = sum(self.seconds(node, at, joint.rows) for node in nodes)
         return self._prices[key]
 
-    def function(self, cls: str, saved: frozenset[str]) -> BlockFunction:
-        """The class split for a saved set and emitted."""
-        key = (cls, saved)
+    def function(self, cls: str, saved: frozenset[str], halves: bool = False) -> BlockFunction:
+        """The class split for a saved set and emitted; with `halves` its backward in two functions as well."""
+        key = (cls, saved, halves)
         if key not in self._functions:
             # named by what is saved, not by when it was asked for: a plan gives the same text whether it was searched for or read from a file
             name = f"{cls}__{sha256(repr(sorted(saved)).encode()).hexdigest()[:8]}" if saved else cls
             ahead, back = split(self.joint(cls), saved, self.free(cls), self.keep(cls))
-            self._functions[key] = emit(self.blocks.classes[cls], ahead, back, name)
             self._graphs[name] = (ahead.graph, back.graph if back else None)
+            parts = halve(self.joint(cls), back) if halves and back is not None else None
+            if parts is not None:
+                self._halves[name] = parts
+            self._functions[key] = emit(self.blocks.classes[cls], ahead, back, name, parts)
         return self._functions[key]
 
 

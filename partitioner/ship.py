@@ -27,8 +27,8 @@ def unpack(parcel: Parcel, device: torch.device) -> Program:
     """Make the callables from their source; constants go to this rank's device."""
     functions: dict[str, Any] = {}
     for name, function in parcel.program.functions.items():
-        forward, backward = compile_source(function.source, name)
-        functions[name] = replace(function, forward=forward, backward=backward)
+        made = compile_source(function.source, name)
+        functions[name] = replace(function, forward=made.forward, backward=made.backward)
     constants = {name: value.to(device) for name, value in parcel.program.constants.items()}
     return replace(parcel.program, functions=functions, constants=constants)
 

@@ -87,6 +87,30 @@ class Saved:
 
 
 @dataclass(frozen=True)
+class Halves:
+    """A backward in two: first what other blocks wait for, then, at any later time, what only the optimizer waits for.
+
+    backward_input(arguments) takes the arguments of backward [saved…, tangents…] in a list that it empties and returns the gradients of `values`
+    (indices of reads), then `carried` values for the other half.
+    backward_weight(arguments) takes [arguments of backward at `handed`…, carried values…] in a list that it empties and returns the gradients of
+    `parameters` (indices of reads). An index i in `handed` below len(saved) is saved value i, the others are tangents: the caller fetches a saved
+    read of kind parameter again, and holds everything else from one half to the other. None where no parameter wants a gradient:
+    then backward_input is backward. Where no other read wants one, backward_input does nothing.
+    Together they return what backward returns, to the bit. A gradient of a parameter owns its storage. A carried value may lie in the storage of
+    a returned gradient of a value, or be a finished gradient of a parameter: write into neither.
+    """
+
+    backward_input: Callable[[list[object]], tuple[Tensor, ...]]
+    backward_weight: Callable[[list[object]], tuple[Tensor, ...]] | None
+    values: tuple[int, ...]
+    parameters: tuple[int, ...]
+    handed: tuple[int, ...]
+    carried: int
+    input_footprint: Footprint
+    weight_footprint: Footprint | None
+
+
+@dataclass(frozen=True)
 class BlockFunction:
     """A block class, differentiated and split for one chosen saved set.
 
@@ -95,7 +119,8 @@ class BlockFunction:
     A saved "read" of kind parameter is fetched again by the caller, never kept by forward. Scalars that backward needs are saved reads.
     Returned gradients own their storage (no two alias, none aliases an argument). `backward` is None where nothing needs a gradient.
     Values that cross blocks, inputs, tangents and gradients are contiguous; the caller makes its inputs and the gradients it starts from so.
-    `source` is both functions as Python text; the callables are made from that text and nothing else.
+    `halves` is there where it was asked for and something needs a gradient.
+    `source` is all functions as Python text; the callables are made from that text and nothing else.
     """
 
     name: str
@@ -108,4 +133,5 @@ class BlockFunction:
     gradients: tuple[int, ...]
     forward_footprint: Footprint
     backward_footprint: Footprint | None
+    halves: Halves | None = None
     metadata: dict[str, object] = field(default_factory=dict)

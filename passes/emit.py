@@ -1,4 +1,4 @@
-"""Write forward and backward of a block class as Python: one line per op, shapes and module paths in comments, `del` behind the last use.
+"""Write forward, backward and its halves of a block class as Python: one line per op, shapes and module paths in comments, `del` behind last uses.
 
 The text is the program: the callables are made from it and from nothing else. It is deterministic and holds no data; numbers, dtypes and devices are
 literals, and every op is bound once to a name of the file, so that a call costs one look-up.
@@ -7,13 +7,15 @@ literals, and every op is bound once to a name of the file, so that a call costs
 import math
 import re
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, fx
 
 from partitioner.errors import CaptureError
-from partitioner.passes.block import BlockClass, BlockFunction, Bytes
+from partitioner.passes.block import BlockClass, BlockFunction, Bytes, Footprint, Halves
+from partitioner.passes.halves import HalfGraphs
 from partitioner.passes.liveness import footprint, schedule
 from partitioner.passes.reuse import reuse
 from partitioner.passes.split import BackwardGraph, ForwardGraph
@@ -30,36 +32,68 @@ _CUSTOM_IMPORTS = tuple(f"import partitioner.passes.{name}  # registers its ops"
 _SYMBOL = {"mul": "*", "add": "+", "sub": "-"}
 
 
-def emit(cls: BlockClass, forward: ForwardGraph, backward: BackwardGraph | None, name: str) -> BlockFunction:
-    """The two functions of a class, made from readable source; `name` is a Python identifier."""
+@dataclass(frozen=True)
+class Compiled:
+    """The functions of emitted text. Without halves in it, the input half is the whole backward and the weight half is None."""
+
+    forward: Run
+    backward: Run | None
+    backward_input: Run | None
+    backward_weight: Run | None
+
+
+def emit(cls: BlockClass, forward: ForwardGraph, backward: BackwardGraph | None, name: str, halves: HalfGraphs | None = None) -> BlockFunction:
+    """The functions of a class, made from readable source; `name` is a Python identifier. halves: of `backward`, where they are asked for."""
     if not name.isidentifier():
         raise CaptureError(f"{name!r} is no Python name; give the block function a name such as block_0")
+    graphs = {"forward": reuse(forward.graph)}
+    titles = {"forward": _forward_title(cls, forward)}
+    if backward is not None:
+        graphs["backward"] = reuse(backward.graph)
+        titles["backward"] = _backward_title(cls, backward)
+    if halves is not None and halves.weight is not None:
+        graphs |= {"backward_input": reuse(halves.input), "backward_weight": reuse(halves.weight)}
+        titles |= {"backward_input": _input_title(cls, halves), "backward_weight": _gradients_of(cls, halves.parameters)}
     ops: dict[str, str] = {}
-    forward_graph, backward_graph = reuse(forward.graph), None if backward is None else reuse(backward.graph)
-    parts = [_function(f"{name}_forward", forward_graph, ops, _forward_title(cls, forward))]
-    if backward is not None and backward_graph is not None:
-        parts.append(_function(f"{name}_backward", backward_graph, ops, _backward_title(cls, backward)))
+    parts = [_function(f"{name}_{part}", graph, ops, titles[part]) for part, graph in graphs.items()]
     source = _file(ops, parts)
-    ahead, back = compile_source(source, name)
+    made = compile_source(source, name)
+    footprints = {part: footprint(graph) for part, graph in graphs.items()}
     return BlockFunction(
         name=name,
         source=source,
-        forward=ahead,
-        backward=back,
+        forward=made.forward,
+        backward=made.backward,
         writes=forward.writes,
         saved=backward.saved if backward is not None else (),
         tangents=backward.tangents if backward is not None else (),
         gradients=backward.gradients if backward is not None else (),
-        forward_footprint=footprint(forward_graph),
-        backward_footprint=None if backward_graph is None else footprint(backward_graph),
+        forward_footprint=footprints["forward"],
+        backward_footprint=footprints.get("backward"),
+        halves=None if halves is None else _halves(halves, made, footprints),
     )
 
 
-def compile_source(source: str, name: str) -> tuple[Run, Run | None]:
-    """The forward and, where there is one, the backward of emitted text. The text is code: take it from `emit` alone."""
+def _halves(halves: HalfGraphs, made: Compiled, footprints: dict[str, Footprint]) -> Halves:
+    assert made.backward_input is not None
+    return Halves(
+        backward_input=made.backward_input,
+        backward_weight=made.backward_weight,
+        values=halves.values,
+        parameters=halves.parameters,
+        handed=halves.handed,
+        carried=halves.carried,
+        input_footprint=footprints.get("backward_input", footprints["backward"]),
+        weight_footprint=footprints.get("backward_weight"),
+    )
+
+
+def compile_source(source: str, name: str) -> Compiled:
+    """The callables of emitted text. The text is code: take it from `emit` alone."""
     namespace: dict[str, Any] = {}
     exec(compile(source, f"<{name}>", "exec"), namespace)
-    return namespace[f"{name}_forward"], namespace.get(f"{name}_backward")
+    whole = namespace.get(f"{name}_backward")
+    return Compiled(namespace[f"{name}_forward"], whole, namespace.get(f"{name}_backward_input", whole), namespace.get(f"{name}_backward_weight"))
 
 
 def emit_source_file(functions: Iterable[BlockFunction]) -> str:
@@ -90,7 +124,17 @@ def _forward_title(cls: BlockClass, forward: ForwardGraph) -> str:
 def _backward_title(cls: BlockClass, backward: BackwardGraph) -> str:
     names = set(backward.recomputed)
     again = sum(node.name in names and any(isinstance(place, Bytes) for place in node.meta["storages"]) for node in backward.graph.nodes)
-    return f"{cls.name}: the gradients of reads {', '.join(map(str, backward.gradients))}" + (f"; {again} ops run again" if again else "")
+    return _gradients_of(cls, backward.gradients) + (f"; {again} ops run again" if again else "")
+
+
+def _input_title(cls: BlockClass, halves: HalfGraphs) -> str:
+    if not halves.values:
+        return f"{cls.name}: nothing that another block waits for"
+    return _gradients_of(cls, halves.values) + (f", then values for the other half ({halves.carried})" if halves.carried else "")
+
+
+def _gradients_of(cls: BlockClass, reads: tuple[int, ...]) -> str:
+    return f"{cls.name}: the gradients of reads {', '.join(map(str, reads))}"
 
 
 def _results(graph: fx.Graph) -> list[fx.Node]:

@@ -78,7 +78,7 @@ class _Splitter:
         joint = self._joint
         late = after_tangents(joint.module.graph, joint.reads)
         gradients = joint.results[joint.writes :]
-        needed = _ancestors(gradients, late)
+        needed = ancestors(gradients, late)
         order: list[fx.Node] = []  # what backward runs, in order
         ready: set[fx.Node] = set()
         starts: dict[fx.Node, None] = {}
@@ -98,7 +98,7 @@ class _Splitter:
         given = sorted(starts, key=lambda n: (n not in positions, place[n]))
         self._own = [node for node in given if node not in positions]
         saved = tuple(Saved("read", positions[n]) if n in positions else Saved("own", self._own.index(n)) for n in given)
-        graph = _copy([*given, *joint.placeholders[joint.reads :]], order, gradients)
+        graph = copy_part([*given, *joint.placeholders[joint.reads :]], order, gradients)
         before = {node.name for node in self._needed_forward()}
         return BackwardGraph(graph, saved, joint.tangents, joint.gradients, tuple(name for name in recomputed if name in before))
 
@@ -135,15 +135,15 @@ class _Splitter:
         joint = self._joint
         results = joint.results[: joint.writes] + self._own
         needed = self._needed_forward()
-        graph = _copy(self._reads, [n for n in joint.module.graph.nodes if n in needed and n.op == "call_function"], results)
+        graph = copy_part(self._reads, [n for n in joint.module.graph.nodes if n in needed and n.op == "call_function"], results)
         return ForwardGraph(graph, joint.writes)
 
     def _needed_forward(self) -> set[fx.Node]:
         draws = [n for n in self._joint.module.graph.nodes if n.target is _RANDOM]  # a draw in eager order is never dead
-        return _ancestors([*self._joint.results[: self._joint.writes], *self._own, *draws], None)
+        return ancestors([*self._joint.results[: self._joint.writes], *self._own, *draws], None)
 
 
-def _ancestors(nodes: list[fx.Node], within: set[fx.Node] | None) -> set[fx.Node]:
+def ancestors(nodes: list[fx.Node], within: set[fx.Node] | None) -> set[fx.Node]:
     """The nodes and what they are made from (within a set)."""
     found: set[fx.Node] = set()
     stack = [n for n in nodes if within is None or n in within]
@@ -155,7 +155,8 @@ def _ancestors(nodes: list[fx.Node], within: set[fx.Node] | None) -> set[fx.Node
     return found
 
 
-def _copy(placeholders: list[fx.Node], order: list[fx.Node], results: list[fx.Node]) -> fx.Graph:
+def copy_part(placeholders: list[fx.Node], order: list[fx.Node], results: list[fx.Node]) -> fx.Graph:
+    """A graph that is given `placeholders` (arguments or ops of another graph), runs `order` and returns `results`."""
     graph, env = fx.Graph(), dict[fx.Node, fx.Node]()
     for node in placeholders:
         env[node] = graph.create_node("placeholder", node.name, name=node.name)
