@@ -28,7 +28,7 @@ aten = torch.ops.aten
 ZOO = ("hf_llama", "hf_t5", "unet", "hf_gpt2", "resnet")
 CLUSTER = Cluster.preset("h100-sxm")
 
-GOLDEN = '''\
+GOLDEN = """\
 @torch.no_grad()
 def small_backward_input(arguments):
     # hand: the gradients of reads 0, then values for the other half (2)
@@ -72,7 +72,7 @@ def small_backward_weight(arguments):
     view = aten_view(sum_1, [6])  # [6] f32
     del sum_1
     return (view, mm_1)
-'''
+"""
 
 
 def work(node: Any, rows: int | None, typical: int | None) -> float:
@@ -84,7 +84,7 @@ def prepared(name: str, change: Callable[[Case], Case] = lambda case: case) -> t
     case = change(MODELS[name]())
     given = lockstep.captured(case["model"], case["args"], case["kwargs"], case["loss_fn"], case["targets"])
     values = {n: v.detach() if isinstance(v, Tensor) else v for n, v in given.values.items()}
-    return prepare(given.original, batch_dim="auto", ranks=1, in_time=False, seconds=work), {**values, "key_local": -1, "key_shared": -1}
+    return prepare(given.original, batch_dim="auto", ranks=1, in_time=False, keyed=False, seconds=work), {**values, "key_local": -1, "key_shared": -1}
 
 
 def with_halves(blocks: Blocks, rows: int, keep_all: bool) -> dict[str, BlockFunction]:
