@@ -207,10 +207,11 @@ def _why(problem: Problem) -> str:
     stages = _evenest([table - least for table in excess], worst)
     k = max(range(len(stages)), key=lambda k: excess[k][stages[k]])
     (a, b), size = stages[k], shares[problem.devices[k]]
-    has = "may hold" if problem.devices.count(problem.devices[k]) == 1 else "has as its even share of a device"
+    exact = len(set(problem.devices)) == len(stages)
+    fits, has = ("fits", "may hold") if exact else ("was found to fit", "has as its even share of a device")
     need = needs[k][a, b]
     return (
-        f"no cut of {len(kind)} blocks into {len(stages)} stages fits: at best stage {k} (blocks {a} to {b - 1}) needs {format_bytes(need)} with its "
-        f"leanest options and {problem.in_flight[k]} micro-batches in flight, and {has} {format_bytes(size)}: {format_bytes(need - size)} too much. "
-        "Ways out: devices with more memory, more stages, smaller micro-batches, a schedule with fewer of them in flight, or blocks that save less"
+        f"no cut of {len(kind)} blocks into {len(stages)} stages {fits}: at best stage {k} (blocks {a} to {b - 1}) needs {format_bytes(need)} with "
+        f"its leanest options and {problem.in_flight[k]} micro-batches in flight, and {has} {format_bytes(size)}: {format_bytes(need - size)} too "
+        "much. Ways out: devices with more memory, more stages, smaller micro-batches, a schedule with fewer of them in flight, blocks that save less"
     )

@@ -189,6 +189,8 @@ def test_what_does_not_fit_is_named() -> None:
         "flight, and may hold 26.0 GB: 500 MB too much. Ways out: devices with more memory, more stages, "
     )
     assert balance(replace(problem, in_flight=(2, 2, 1))).cuts == (2, 4)
+    with pytest.raises(InfeasibleError, match=r"was found to fit: at best stage 0 .* has as its even share of a device 26\.0 GB"):
+        balance(replace(problem, capacity_bytes=(52_000_000_000, 26_000_000_000), device=(0, 1, 0), in_flight=(4, 4, 4)))
 
 
 def test_fewer_blocks_than_stages_are_refused() -> None:
