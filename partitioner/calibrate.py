@@ -16,17 +16,21 @@ import time
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
+from statistics import median
 from typing import TypeVar
 
 import torch
 import torch.distributed as dist
 from pydantic import BaseModel, ConfigDict, ValidationError
+from torch import Tensor
 
 from partitioner.cluster import Cluster, Dtype, Duration, Efficiency, Link, OpClass, Rate
 from partitioner.errors import ClusterError
 from partitioner.files import read_text, write_text
+from partitioner.runtime.wire import all_gather, all_reduce
 
-_VERSION = 2
+_VERSION = 3
+_UNDER_WAY = 16  # reductions of CPU ranks that are timed together, beside computation
 _Model = TypeVar("_Model", bound=BaseModel)
 _GUESSED_LINKS = {"cpu": Link(alpha_seconds=100e-6, bytes_per_second=1.5e9), "cuda": Link(alpha_seconds=10e-6, bytes_per_second=50e9)}
 _DTYPES: tuple[Dtype, ...] = ("float32", "float64", "bfloat16", "float16")
@@ -86,6 +90,11 @@ def core_share(ranks: int, device: str) -> float:
     return min(1.0, _cores() / (_devices_per_node(ranks, device) * torch.get_num_threads())) if device == "cpu" else 1.0
 
 
+def neighbours(ranks: int, device: str) -> int:
+    """How many other ranks compute on this machine while one does, each on cores of its own."""
+    return max(0, min(_devices_per_node(ranks, device), _cores() // torch.get_num_threads()) - 1) if device == "cpu" else 0
+
+
 def measure_link(group: dist.ProcessGroup | None = None) -> Link:
     """Alpha and beta of a ring over the group (None: the default one). Every rank of the group calls it; all return the same figures.
 
@@ -117,24 +126,59 @@ def _time_ring(ranks: int, device: torch.device, group: dist.ProcessGroup | None
     if ranks == 1:
         return _GUESSED_LINKS[device.type]
 
-    functional = torch.ops._c10d_functional  # the public name of all_gather differs between versions of torch
-    name = (group or dist.group.WORLD).group_name  # type: ignore[union-attr]
+    within = group or dist.group.WORLD
+    assert within is not None
 
     def gather(count: int) -> float:
         mine = torch.zeros(count, device=device)
-        return timed(lambda: functional.wait_tensor(functional.all_gather_into_tensor(mine, ranks, name)))
+        return timed(lambda: all_gather(mine.new_empty(ranks * count), mine, within, "a calibration").wait())
 
     def reduce(count: int) -> float:
         whole = torch.zeros(ranks * count, device=device)
-        return timed(lambda: dist.all_reduce(whole, group=group))
+        return timed(lambda: all_reduce(whole, within, "a calibration").wait())
 
-    def timed(once: Callable[[], object]) -> float:
-        return _fastest(once, device, repeats=8, before=lambda: dist.barrier(group))
+    def reduce_meanwhile(count: int) -> float:
+        if device.type != "cpu":
+            return reduce(count)
+        wholes = [torch.zeros(ranks * count) for _ in range(_UNDER_WAY)]
+        return (timed(lambda: _meanwhile(wholes, within), 8) - timed(lambda: _meanwhile([], within), 8)) / _UNDER_WAY
 
-    small, large = 64, 2**20 if device.type == "cpu" else 2**24
-    quick, passed = gather(small), (ranks - 1) * 4 * (large - small)
-    rate, summing = passed / max(gather(large) - quick, 1e-7), 2 * passed / max(reduce(large) - reduce(small), 1e-7)
-    return Link(alpha_seconds=min(quick / (ranks - 1), 10.0), bytes_per_second=rate, reduce_bytes_per_second=summing)
+    def timed(once: Callable[[], object], repeats: int = 15) -> float:
+        """The median of so many runs: in a step too, ranks that wait for each other wait for what else the machine does."""
+        found = []
+        for _ in range(repeats + 1):
+            dist.barrier(within)
+            settle(device)
+            start = time.perf_counter()
+            once()
+            settle(device)
+            found.append(time.perf_counter() - start)
+        return median(found[1:])
+
+    small, large = 64, 2**18 if device.type == "cpu" else 2**24
+    long, steps = gather(large), ranks - 1
+    quick = min(gather(small), long / 2, 10.0)  # a machine that does other things may be late for a short one
+    alpha = min(max(reduce(small) - quick, 1e-6), quick) / steps  # an all-reduce has twice the steps, and starts but once
+    base = quick - alpha * steps
+    passed, gathering = 4 * steps * (large - small), long - quick
+    summing = max(reduce_meanwhile(large) - base - 2 * alpha * steps, 0.1 * gathering)
+    return Link(
+        alpha_seconds=alpha,
+        base_seconds=base,
+        bytes_per_second=passed / gathering,
+        reduce_bytes_per_second=2 * passed / summing,
+    )
+
+
+def _meanwhile(wholes: list[Tensor], group: dist.ProcessGroup) -> None:
+    """Multiply matrices while these are all-reduced, as gradients are while backward goes on: on CPU ranks both take the same cores."""
+    a, b = torch.ones(256, 384), torch.ones(384, 1024)
+    out, handles = torch.empty(256, 1024), []
+    for turn in range(_UNDER_WAY):
+        handles += [all_reduce(whole, group, "a calibration") for whole in wholes[turn : turn + 1]]
+        torch.mm(a, b, out=out)
+    for handle in handles:
+        handle.wait()
 
 
 # ---------------------------------------------------------------------------------------------------------------- one device
@@ -204,17 +248,10 @@ def _matmul_rate(size: int, dtype: torch.dtype, device: torch.device, launch: fl
     return float(2 * size**3 / max(seconds - launch, 0.1 * seconds))
 
 
-def _fastest(
-    call: Callable[[], object], device: torch.device, repeats: int = 4, before: Callable[[], object] | None = None, patience: float = 0.2
-) -> float:
-    """The shortest of a few runs in seconds, one to warm up aside. A run longer than `patience` ends it: figures must not take long.
-
-    With `before` (a barrier) every repeat is run, because ranks must agree on their number.
-    """
+def _fastest(call: Callable[[], object], device: torch.device, repeats: int = 4, patience: float = 0.2) -> float:
+    """The shortest of a few runs in seconds, one to warm up aside. A run longer than `patience` ends it: figures must not take long."""
     best = float("inf")
     for attempt in range(repeats + 1):
-        if before is not None:
-            before()
         settle(device)
         start = time.perf_counter()
         call()
@@ -222,7 +259,7 @@ def _fastest(
         seconds = time.perf_counter() - start
         if attempt > 0 or seconds > patience:
             best = min(best, seconds)
-        if before is None and seconds > patience:
+        if seconds > patience:
             break
     return max(best, 1e-9)
 

@@ -13,7 +13,8 @@ from partitioner.pipeline import Message, Pipeline, Routes
 from partitioner.prepare import AXIS, Prepared
 from partitioner.runtime.program import Call, Event, Function, Instruction, Mode, Program, Ref, Replay, Shard, Slice, Unit, Wire
 
-Communication = Callable[[str, int], float]
+Communication = Callable[[str, int, Unit | None], float]
+"""Seconds of an instruction that communicates, by its name ("REDUCE zero2" and the like), bytes, and unit where it is a unit's."""
 
 
 @dataclass(frozen=True)
@@ -74,8 +75,8 @@ def lower(
     accumulation: Callable[[float], float],
     prefetch: bool,
 ) -> tuple[Program, ...]:
-    """The programs of the ranks `only` of every stage, stage by stage. `parameter_bytes`: whole bytes of each parameter; communication(op, bytes):
-    seconds; accumulation(bytes): seconds of adding so many bytes of gradients to those of earlier micro-batches.
+    """The programs of the ranks `only` of every stage, stage by stage. `parameter_bytes`: whole bytes of each parameter; communication: seconds,
+    see there; accumulation(bytes): seconds of adding so many bytes of gradients to those of earlier micro-batches.
     """
     blocks = prepared.blocks
     pipeline = choice.pipeline if choice.pipeline.chunks else Pipeline.none(len(blocks.blocks))
@@ -88,6 +89,7 @@ def lower(
             functions[function.name], made[function.name] = _function(function), function
         calls.append(Call(block.index, function.name, block.label, _refs(block.reads), block.writes))
     unit_of = {name: unit for unit in choice.units for name in unit.parameters}
+    unit_numbered = {unit.number: unit for unit in choice.units}
     kept = frozenset(
         unit_of[port.name].number
         for block, decision in zip(blocks.blocks, choice.decisions, strict=True)
@@ -138,7 +140,7 @@ def lower(
             held=frozenset(results),
             joined=mode == "step",
             price=seconds,
-            communication=communication,
+            communication=lambda op, size, number: communication(op, size, None if number is None else unit_numbered[number]),
             stage=Stage(pipeline, stage, routes, sent, weigh, tied) if pipeline.stages > 1 else None,
         )
         ahead, after = arrange(order, backward=grad)

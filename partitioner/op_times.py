@@ -1,16 +1,19 @@
 """Seconds of an op as the device at hand runs it: each distinct call (op, shapes, strides, numbers) timed once, and remembered.
 
-A formula with a few figures a machine misses what decides on a CPU: caches, kernels that like some shapes and not others. An op that formulas
-price at more than `PATIENCE_SECONDS`, that communicates, or that cannot be called on made-up tensors keeps its formula. So does the step of an
-optimizer elsewhere than on a CPU.
+A formula with a few figures a machine misses what decides on a CPU: caches, kernels that like some shapes and not others. What is timed is the
+middle of a few runs, as a step has good and bad ones; beside as many busy threads as other ranks share the machine (`neighbours.py`); and on
+tensors that take turns, because in a step a tensor has left the nearest cache when it is read again. An op that formulas price at more than
+`PATIENCE_SECONDS`, that communicates, or that cannot be called on made-up tensors keeps its formula. So does the step of an optimizer elsewhere
+than on a CPU.
 """
 
 import json
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from math import prod
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import torch
@@ -21,22 +24,25 @@ from torch.fx.node import map_arg
 from partitioner.calibrate import cache_folder, machine_key, settle
 from partitioner.errors import ClusterError
 from partitioner.files import read_text, write_text
+from partitioner.neighbours import Neighbours
 from partitioner.passes.layout import at_rows
 from partitioner.passes.unify import Linear
 from partitioner.runtime.optimizer_bytes import Shapes, prepared_step
 
 PATIENCE_SECONDS = 0.2
-_FEWEST, _MOST, _ENOUGH_SECONDS = 4, 12, 0.01  # runs of a call; no more once they took so long
+_FEWEST, _MOST, _ENOUGH_SECONDS = 5, 13, 0.01  # runs of a call; no more once they took so long
+_CACHE_BYTES, _MOST_COPIES = 2**23, 8  # tensors that take turns are to be more than a core's own cache holds
 _MOST_BYTES = 2**30
 _FILE_BYTES, _ENTRIES = 16 * 2**20, 50_000
 
 
 class OpTimes:
-    """Op times of one device. `share`: how much of a core a rank has (see `calibrate.core_share`)."""
+    """Op times of one device. `share`: how much of a core a rank has, `neighbours`: how many other ranks compute beside it (see `calibrate`)."""
 
-    def __init__(self, device: torch.device, share: float) -> None:
+    def __init__(self, device: torch.device, share: float, neighbours: int = 0) -> None:
         self.device, self.share = device, share
-        self._path = cache_folder() / f"ops-{machine_key(device.type)}.json"
+        self._neighbours = Neighbours(neighbours)
+        self._path = cache_folder() / f"ops-{machine_key(device.type, neighbours)}.json"
         self._known: dict[str, float] | None = None
         self._new = False
 
@@ -66,8 +72,8 @@ class OpTimes:
             size = torch.Size(shape).numel()
             key = f"{optimizer} {size} {dtype}"
             if key not in known:
-                pair = [((size,), dtype)] * 2  # two, so that what a step costs once counts less
-                known[key] = self._fastest(prepared_step(optimizer, pair, "cpu", "cpu")) / 2
+                several = [((size,), dtype)] * max(2, _copies(size * dtype.itemsize))  # so that what a step costs once counts less
+                known[key] = self._middle([prepared_step(optimizer, several, "cpu", "cpu")]) / len(several)
                 self._new = True
             total += count * known[key]
         return total / self.share
@@ -90,30 +96,34 @@ class OpTimes:
     def _time(self, call: "_Call") -> float | None:
         try:
             with torch.no_grad(), torch.random.fork_rng(devices=[] if self.device.type == "cpu" else [self.device]):
-                return self._fastest(call.bound(self.device))
+                return self._middle([call.bound(self.device) for _ in range(_copies(call.bytes))])
         except (RuntimeError, IndexError, ValueError, TypeError, NotImplementedError):
             return None  # zeros are no valid index, or the op is not there on this device
 
-    def _fastest(self, run: Callable[[], object]) -> float:
-        """The shortest of a few runs. On CUDA a run is a burst of calls, so that what is timed is the kernel and not the wait for it.
+    def _middle(self, runs: Sequence[Callable[[], object]]) -> float:
+        """The median seconds of a few runs, which take turns. On CUDA a run is a burst of calls: what is timed is the kernel, not the wait for it.
 
         One CPU thread is timed by its own clock, which stands still while other processes have the core.
         """
         burst = 1 if self.device.type == "cpu" else 10
         clock = time.thread_time if self.device.type == "cpu" and torch.get_num_threads() == 1 else time.perf_counter
-        run()
+        found: list[float] = []
+        results = [run() for run in runs]  # kept until their turn comes again: a step does not write where it has just written
         settle(self.device)
-        best, spent = float("inf"), 0.0
-        for run_number in range(1, _MOST + 1):
-            start = clock()
-            for _ in range(burst):
-                run()
-            settle(self.device)
-            seconds = clock() - start
-            best, spent = min(best, seconds / burst), spent + seconds
-            if run_number >= _FEWEST and spent > _ENOUGH_SECONDS * burst:
-                break
-        return best
+        with self._neighbours.busy():
+            while len(found) < _FEWEST or (len(found) < _MOST and sum(found) < _ENOUGH_SECONDS):
+                turn = len(found) % len(runs)
+                start = clock()
+                for _ in range(burst):
+                    results[turn] = runs[turn]()
+                settle(self.device)
+                found.append((clock() - start) / burst)
+        return median(found)
+
+
+def _copies(size: int) -> int:
+    """How many sets of tensors of so many bytes take turns."""
+    return min(_MOST_COPIES, 1 + _CACHE_BYTES // max(size, 1))
 
 
 class _Call:

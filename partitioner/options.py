@@ -97,7 +97,8 @@ class Options:
     def _option(self, block: Block, function: BlockFunction, own: tuple[str, ...], shard: Shard, keep: bool, compute: float) -> Option:
         task, m = self.task, self.micro_batches
         whole, trainable = self._weigh(own)
-        unit = UnitBytes.of((Unit(0, shard, own),), task.shapes, task.ranks, 0)[0] if own else None
+        alone = Unit(0, shard, own)
+        unit = UnitBytes.of((alone,), task.shapes, task.ranks, 0)[0] if own else None
         state = persistent = 0
         if unit is not None:
             state = state_bytes(task.optimizer, unit.local_shapes())
@@ -107,14 +108,14 @@ class Options:
         if m > 1 and trainable:
             parts = task.ranks if shard in EACH_MICRO_BATCH else 1
             compute += (m - 1) * accumulate_seconds(trainable / parts, task.cluster)
-        seconds = communication(task.cluster, task.ranks)
+        seconds = communication(task.cluster, task.ranks, task.shapes)
         gathers = 2 if shard == "zero3" and not keep and self._reads_again(block, function, own) else 1
         traffic = 0.0
         if own and task.ranks > 1:
             times = m if shard in ("zero2", "zero3") else 1
-            traffic += times * seconds(f"REDUCE {shard}", trainable) if trainable else 0.0
+            traffic += times * seconds(f"REDUCE {shard}", trainable, alone)
             if shard != "none":
-                traffic += (m * gathers if shard == "zero3" else 1) * seconds("GATHER", whole)
+                traffic += (m * gathers if shard == "zero3" else 1) * seconds("GATHER", whole, alone)
         values = [at for at, port in enumerate(block.reads) if port.kind == "value" and port.name not in self.shared]
         bytes_in = sum(self._argument(block, at) for at in values)
         saved_reads = {saved.index for saved in function.saved if saved.kind == "read"} & set(values)

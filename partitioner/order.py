@@ -27,7 +27,7 @@ EACH_MICRO_BATCH = ("zero2", "zero3")
 @dataclass(frozen=True)
 class Order:
     """What the order is made from. `kept` units stay gathered from a forward to its backward; `held` values are needed at the end (the loss, outputs,
-    new buffers); price(op, call, micro-batch) and communication(op, bytes) are seconds. With a `stage`, `calls` are the blocks of all stages.
+    new buffers); price(op, call, micro-batch) and communication(op, bytes, unit) are seconds. With a `stage`, `calls` are the blocks of all stages.
     """
 
     calls: Sequence[Call]
@@ -40,7 +40,7 @@ class Order:
     held: frozenset[str]
     joined: bool  # False in a forward program: its backward comes later, if at all, so that nothing stays gathered in between
     price: Callable[[str, Call, int], float]
-    communication: Callable[[str, int], float]
+    communication: Callable[[str, int, int | None], float]
     stage: "Stage | None" = None
 
 
@@ -150,7 +150,7 @@ class _Writer:
         for unit in self.order.units:
             if self.stage is not None and unit.number in self.stage.tied:
                 size = self.order.bytes_of[unit.number]
-                self._say(Instruction("TIE", unit=unit.number, stream="reduce", bytes=size, seconds=self.order.communication("TIE", size)))
+                self._say(Instruction("TIE", unit=unit.number, stream="reduce", bytes=size, seconds=self.order.communication("TIE", size, None)))
         at = len(self.out) if split is None else split
         return self.out[:at], self.out[at:]
 
@@ -170,7 +170,7 @@ class _Writer:
     def _transfer(self, op: str, message: Message, stage: int) -> Instruction:
         assert self.stage is not None
         size = self.stage.weigh(message)
-        seconds = self.order.communication("SEND", size) if op == "SEND" else 0.0
+        seconds = self.order.communication("SEND", size, None) if op == "SEND" else 0.0
         name = f"{op}_GRADIENT" if message.gradient else op
         return Instruction(name, mb=message.mb, value=message.name, stage=stage, stream="send", bytes=size, seconds=seconds)
 
@@ -211,7 +211,7 @@ class _Writer:
                 op = "GATHER"
             else:
                 continue
-            self._say(Instruction(op, unit=unit, stream="gather", bytes=size, seconds=self.order.communication(op, size)))
+            self._say(Instruction(op, unit=unit, stream="gather", bytes=size, seconds=self.order.communication(op, size, unit)))
 
     def _free(self, use: _Use, position: int) -> None:
         for unit in use.units:
@@ -231,5 +231,5 @@ class _Writer:
     def _reduce(self, unit: int, mb: int) -> None:
         each = self.shard[unit] in EACH_MICRO_BATCH
         size = self.order.bytes_of[unit]
-        seconds = self.order.communication(f"REDUCE {self.shard[unit]}", size)
+        seconds = self.order.communication(f"REDUCE {self.shard[unit]}", size, unit)
         self._say(Instruction("REDUCE", unit=unit, mb=mb if each else None, stream="reduce", bytes=size, seconds=seconds))

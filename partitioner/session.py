@@ -14,7 +14,7 @@ from torch.utils._pytree import tree_unflatten
 
 from partitioner.alternatives import Alternatives
 from partitioner.assemble import assemble, cuts_of, decisions_of
-from partitioner.calibrate import core_share, local_device
+from partitioner.calibrate import core_share, local_device, neighbours
 from partitioner.cluster import Cluster
 from partitioner.constraints import parse
 from partitioner.cost import accumulate_seconds
@@ -118,7 +118,8 @@ class Session:
         every = shapes_of(model)
         self.shapes: Shapes = {name: every[name] for name, _ in model.named_parameters()}
         self._verify = verify
-        times = OpTimes(local_device(), core_share(self.ranks, local_device().type)) if at_hand else None
+        here = local_device()
+        times = OpTimes(here, core_share(self.ranks, here.type), neighbours(self.ranks, here.type)) if at_hand else None
         self._prices = Prices(cluster, self.ranks, optimizer, times)
         self._whole: dict[str, Tensor] = {
             name: nn.Parameter(torch.empty_like(parameter, device="meta"), requires_grad=parameter.requires_grad)
@@ -374,7 +375,7 @@ class Session:
             ranks=self.dp,
             only=range(self.dp),
             parameter_bytes=sizes_of(self.shapes),
-            communication=communication(self.cluster, self.dp),
+            communication=communication(self.cluster, self.dp, self.shapes),
             accumulation=partial(accumulate_seconds, cluster=self.cluster),
             prefetch=self.cluster.overlap,
         )

@@ -2,18 +2,19 @@
 
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
 
 import torch
 
-from partitioner.cluster import Cluster
+from partitioner.cluster import Cluster, Collective
 from partitioner.constraints import Constraints
 from partitioner.cost import accumulate_seconds, collective_seconds
-from partitioner.lower import Choice, lower
+from partitioner.lower import Choice, Communication, lower
 from partitioner.passes.rematerialize import Point
 from partitioner.prepare import Prepared
 from partitioner.runtime.optimizer_bytes import planned_bytes
-from partitioner.runtime.program import Program
+from partitioner.runtime.program import Program, Unit
+from partitioner.runtime.shards import Together, lay_out
 from partitioner.runtime.simulator import Lasting, Simulation, simulate_together
 from partitioner.runtime.unit_bytes import UnitBytes
 
@@ -47,18 +48,25 @@ def ranks_to_simulate(ranks: int) -> tuple[int, ...]:
     return tuple(range(ranks)) if ranks <= 4 else (0, ranks - 1)
 
 
-def communication(cluster: Cluster, ranks: int) -> Callable[[str, int], float]:
-    """Seconds of an instruction that communicates, by its name and bytes."""
-    scatter = "all_reduce" if cluster.device == "cpu" else "reduce_scatter"  # gloo scatters by an all-reduce
+def communication(cluster: Cluster, ranks: int, shapes: Shapes) -> Communication:
+    """Seconds of an instruction that communicates: those of the collectives that the unit's layout makes of it."""
+    scatter: Collective = "all_reduce" if cluster.device == "cpu" else "reduce_scatter"  # gloo scatters by an all-reduce
 
-    def seconds(op: str, size: int) -> float:
+    def together(kind: Collective, parameters: Together, parts: int) -> float:
+        alone = [parts * piece.size * piece.dtype.itemsize for piece in parameters.alone]
+        shared = [parts * some.segment * some.dtype.itemsize for some in parameters.shared]
+        return sum(collective_seconds(kind, size, ranks, cluster) for size in alone + shared)
+
+    @cache
+    def seconds(op: str, size: int, unit: Unit | None) -> float:
         if op == "SEND":
             return cluster.intra.base_seconds + cluster.intra.alpha_seconds + size / cluster.intra.bytes_per_second
-        if op == "TIE":
+        if op == "TIE" or unit is None:
             return collective_seconds("all_reduce", size, 2, cluster)
+        layout = lay_out(unit, shapes, ranks)
         if op in ("REFRESH", "GATHER"):
-            return collective_seconds("all_gather", size, ranks, cluster)
-        return collective_seconds("all_reduce" if op == "REDUCE none" else scatter, size, ranks, cluster)  # type: ignore[arg-type]
+            return together("all_gather", layout.gathered, ranks)
+        return together(scatter, layout.scattered, ranks) + together("all_reduce", layout.summed, 1)
 
     return seconds
 
@@ -105,7 +113,7 @@ def trial(task: Task, prepared: Prepared, choice: Choice) -> tuple[Trial, ...]:
         ranks=task.ranks,
         only=ranks_to_simulate(task.ranks),
         parameter_bytes=sizes_of(task.shapes),
-        communication=communication(task.cluster, task.ranks),
+        communication=communication(task.cluster, task.ranks, task.shapes),
         accumulation=partial(accumulate_seconds, cluster=task.cluster),
         prefetch=task.cluster.overlap,
     )

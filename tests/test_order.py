@@ -64,7 +64,7 @@ def order_of(calls: Sequence[Call], shard: Shard, **changes: Any) -> Order:
         bytes_of={unit.number: BYTES for unit in units},
         held=frozenset({"l"}),
         price=lambda op, name, mb: 2.0 if op == "BACKWARD" else 1.0,
-        communication=lambda op, size: size / 128,
+        communication=lambda op, size, unit: size / 128,
     )
     return replace(order, **changes)
 
@@ -323,7 +323,7 @@ def test_every_order_can_be_played(layers: int, micro_batches: int, shards: list
         bytes_of={unit.number: BYTES for unit in units},
         held=frozenset({"l"}),
         price=lambda op, name, mb: 1.0,
-        communication=lambda op, size: 1.0,
+        communication=lambda op, size, unit: 1.0,
     )
     ahead, after = arrange(order, backward=True)
     whole = (program.instructions[0], *ahead, *after, Instruction("LOSS", stream="reduce", bytes=4))
