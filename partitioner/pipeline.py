@@ -4,10 +4,9 @@ A *chunk* is a run of consecutive blocks; a schedule gives every chunk a stage, 
 there once, straight from the stage that computes it, however far; its gradient comes back once the last reader there has given its share.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from partitioner.errors import PlanError
 from partitioner.passes.block import Block
 from partitioner.runtime.program import Call, Function
 from partitioner.schedules import Name, Turn, chunks_of, schedule, stage_of
@@ -42,24 +41,15 @@ class Pipeline:
         return schedule(self.schedule, self.stages, micro_batches)[stage]
 
 
-    def alike(self, planned: Sequence[Block], blocks: Sequence[Block], holders: Mapping[str, frozenset[int]]) -> "Pipeline":
-        """The same stages for the blocks of another capture: each runs where one of its name was planned, if that stage holds what it reads, else at
-        the next that does. Raises PlanError where none does.
-        """
-        known = {block.label: chunk for block, chunk in zip(planned, self.chunks, strict=True)}
-        chunks: list[int] = []
+    def homes(self, blocks: Sequence[Block]) -> dict[str, tuple[int, ...]]:
+        """Parameter -> the chunks, ascending, on stages that hold it because a block there reads it."""
+        stages: dict[str, set[int]] = {}
         for block in blocks:
-            read = [port.name for port in block.reads if port.kind == "parameter"]
-            least = chunks[-1] if chunks else 0
-            able = [k for k in range(least, self.count) if all(stage_of(self.schedule, k, self.stages) in holders[name] for name in read)]
-            if not able:
-                raise PlanError(
-                    f"block {block.label!r} reads parameters that the plan keeps on different stages ({', '.join(read[:4])}): with these inputs, "
-                    "or in this mode, the model is cut into blocks otherwise than planned; plan for them, or with fewer stages"
-                )
-            wanted = known.get(block.label, least)
-            chunks.append(wanted if wanted in able else able[0])
-        return Pipeline(self.stages, tuple(chunks), self.schedule)
+            for port in block.reads:
+                if port.kind == "parameter":
+                    stages.setdefault(port.name, set()).add(self.stage(block.index))
+        every = range(self.count)
+        return {name: tuple(k for k in every if stage_of(self.schedule, k, self.stages) in held) for name, held in stages.items()}
 
 
 @dataclass(frozen=True)

@@ -14,6 +14,7 @@ from torch import Tensor, fx
 from partitioner.errors import BatchError, PlanError
 from partitioner.passes.batch import Batch, Fit, infer, told
 from partitioner.passes.block import BlockClass, BlockFunction, Blocks, Port
+from partitioner.passes.blocks import Homes
 from partitioner.passes.blocks import cut as cut_blocks
 from partitioner.passes.differentiate import Joint, differentiate
 from partitioner.passes.dims import Cut, analyse
@@ -179,10 +180,12 @@ class Prepared:
         return self._functions[key]
 
 
-def prepare(graph: Graph, *, batch_dim: Any, ranks: int, in_time: bool, keyed: bool, at_least: int = 1, seconds: Seconds) -> Prepared:
+def prepare(
+    graph: Graph, *, batch_dim: Any, ranks: int, in_time: bool, keyed: bool, at_least: int = 1, homes: Homes | None = None, seconds: Seconds
+) -> Prepared:
     """Place the captured graph over `ranks`, and over micro-batches when `in_time`, and cut it into blocks, `at_least` so many if it can be.
 
-    keyed: several ranks draw random numbers, by key.
+    keyed: several ranks draw random numbers, by key. homes: the stages that hold a parameter, for blocks that follow them.
 
     Raises BatchError where `batch_dim` contradicts the graph.
     """
@@ -208,7 +211,7 @@ def prepare(graph: Graph, *, batch_dim: Any, ranks: int, in_time: bool, keyed: b
     total = None if batch is None else batch.total
     rows = 1 if total is None else -(-total // ranks)
     prologue = None if placed.prologue is None else _prologue(placed.prologue, rows)
-    return Prepared(graph, placed, batch, cut_blocks(placed.graph, at_least), prologue, total, rows, keyed, seconds)
+    return Prepared(graph, placed, batch, cut_blocks(placed.graph, at_least, homes), prologue, total, rows, keyed, seconds)
 
 
 def most_micro_batches(prepared: Prepared, ranks: int) -> int:

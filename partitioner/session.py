@@ -25,6 +25,7 @@ from partitioner.garbage import no_collection
 from partitioner.lower import Choice, Decision, lower
 from partitioner.op_times import OpTimes
 from partitioner.options import FRONTIER_POINTS
+from partitioner.passes.blocks import Homes
 from partitioner.passes.capture import capture
 from partitioner.passes.graph import Graph
 from partitioner.passes.trained import trained
@@ -46,10 +47,10 @@ from partitioner.schedules import chunks_of
 from partitioner.trial import Shapes, Task, Verdict, communication, sizes_of, trial
 
 
-def _prepared(graph: Graph, batch_dim: Any, prices: Prices, ranks: int, in_time: bool, chunks: int = 1) -> Prepared:
+def _prepared(graph: Graph, batch_dim: Any, prices: Prices, ranks: int, in_time: bool, chunks: int = 1, homes: Homes | None = None) -> Prepared:
     seconds = replace(prices, ranks=ranks).op
     keyed = ranks * chunks > 1
-    return prepare(graph, batch_dim=batch_dim, ranks=ranks, in_time=in_time, keyed=keyed, at_least=chunks, seconds=seconds)
+    return prepare(graph, batch_dim=batch_dim, ranks=ranks, in_time=in_time, keyed=keyed, at_least=chunks, homes=homes, seconds=seconds)
 
 
 def _dim(number: int | None) -> str:
@@ -228,7 +229,11 @@ class Session:
         in_time = micro_batches > 1
         key = (self._key(request), in_time or self.dp > 1)
         if key not in self._prepared:
-            self._prepared[key] = _prepared(self._graph(request), self.batch_dim, self._prices, self.dp, in_time, self.chunks)
+            planned, homes = self._planned_for, None
+            if planned is not None and self.stages > 1:
+                held = self._made().pipeline.homes(planned.blocks.blocks)
+                homes = {name: held.get(name, (0,)) for name in self.shapes}
+            self._prepared[key] = _prepared(self._graph(request), self.batch_dim, self._prices, self.dp, in_time, self.chunks, homes)
         return self._prepared[key]
 
     # --- planning ----------------------------------------------------------------------------------------------
@@ -369,7 +374,7 @@ class Session:
             decisions.append(Decision(prepared.nearest(block.cls, decision.saved, share, FRONTIER_POINTS), decision.keep_gathered))
         programs = lower(
             prepared,
-            Choice(tuple(decisions), planned.units, micro_batches, self._stages_like_planned(prepared)),
+            Choice(tuple(decisions), planned.units, micro_batches, self._pipeline(prepared)),
             mode=request.mode,
             grad=request.grad and (self.stages == 1 or request.mode == "step"),
             ranks=self.dp,
@@ -382,10 +387,9 @@ class Session:
         check(programs)
         return programs
 
-    def _stages_like_planned(self, prepared: Prepared) -> Pipeline:
-        """Where the blocks of another capture run."""
-        planned = self._made()
-        if prepared is self._planned_for or self._planned_for is None:
-            return planned.pipeline
-        holders = {name: frozenset(unit.stages) for unit in planned.units for name in unit.parameters}
-        return planned.pipeline.alike(self._planned_for.blocks.blocks, prepared.blocks.blocks, holders)
+    def _pipeline(self, prepared: Prepared) -> Pipeline:
+        """Where the blocks of a capture run: as planned, or on the stages that hold what they read."""
+        planned = self._made().pipeline
+        if self.stages == 1:
+            return Pipeline.none(len(prepared.blocks.blocks))
+        return planned if prepared is self._planned_for else Pipeline(self.stages, prepared.blocks.groups, planned.schedule)

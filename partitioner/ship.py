@@ -1,5 +1,7 @@
 """Programs as data: functions travel as their source text and are made from it again, so every rank runs what was emitted."""
 
+import pickle
+import warnings
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -12,15 +14,16 @@ from partitioner.runtime.program import Program
 
 @dataclass(frozen=True)
 class Parcel:
-    """A program without callables."""
+    """A program without callables. out_spec: the tree of the output, pickled: torch warns of its own leaves when they are unpickled."""
 
     program: Program
+    out_spec: bytes
 
 
 def pack(program: Program) -> Parcel:
     """Take the callables out."""
     functions = {name: replace(f, forward=_absent, backward=None if f.backward is None else _absent) for name, f in program.functions.items()}
-    return Parcel(replace(program, functions=functions))
+    return Parcel(replace(program, functions=functions, out_spec=None), pickle.dumps(program.out_spec))
 
 
 def unpack(parcel: Parcel, device: torch.device) -> Program:
@@ -30,7 +33,10 @@ def unpack(parcel: Parcel, device: torch.device) -> Program:
         made = compile_source(function.source, name)
         functions[name] = replace(function, forward=made.forward, backward=made.backward)
     constants = {name: value.to(device) for name, value in parcel.program.constants.items()}
-    return replace(parcel.program, functions=functions, constants=constants)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)
+        out_spec = pickle.loads(parcel.out_spec)
+    return replace(parcel.program, functions=functions, constants=constants, out_spec=out_spec)
 
 
 def _absent(arguments: list[object]) -> tuple[Tensor, ...]:

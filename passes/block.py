@@ -46,11 +46,15 @@ class Block:
 
 @dataclass(frozen=True)
 class Blocks:
-    """The whole forward as a chain of blocks. `results[i]` is the value name (or graph input name) of Graph.outputs[i]."""
+    """The whole forward as a chain of blocks. `results[i]` is the value name (or graph input name) of Graph.outputs[i].
+
+    groups: of every block the number of the group it was cut for, ascending; empty where no groups were asked for.
+    """
 
     blocks: tuple[Block, ...]
     classes: dict[str, BlockClass]
     results: tuple[Port, ...]
+    groups: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)

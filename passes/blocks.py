@@ -9,12 +9,13 @@ block: the block's own number is part of the key of a draw at run time.
 
 import operator
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from torch import Tensor, fx
 
+from partitioner.errors import CaptureError
 from partitioner.passes.block import Block, BlockClass, Blocks, Port
 from partitioner.passes.flow import Flow, gradient_flow, is_integer
 from partitioner.passes.graph import Graph, Input, module_of
@@ -41,16 +42,25 @@ class _Draft:
     tangents: tuple[int, ...] = ()
 
 
-def cut(graph: Graph, at_least: int = 1) -> Blocks:
+Homes = Mapping[str, Sequence[int]]
+"""Parameter name -> the groups, ascending, that may read it."""
+
+
+def cut(graph: Graph, at_least: int = 1, homes: Homes | None = None) -> Blocks:
     """Cut and fold; linear in the number of ops. Ops that no result needs are left out (but for draws of random numbers).
 
-    at_least: blocks that are wanted, however small, if there are as many ops.
+    at_least: blocks that are wanted, however small, if there are as many ops. homes: groups that the blocks follow, so that none reads parameters
+    of two. Raises CaptureError where no order of the ops allows that.
     """
     inputs = dict(zip(graph.placeholders, graph.inputs, strict=True))
     order = _order(graph)
     weights = {n: _bytes(n) for n, i in inputs.items() if i.kind == "parameter"}
-    units = [unit for unit in _sink(segment(order, weights) if order else [], inputs) if unit.ops]
-    units = finer(units, at_least)
+    groups: list[int] = []
+    units: list[Unit] = []
+    for number, ops in _grouped(order, inputs, homes):
+        mine = [unit for unit in _sink(segment(ops, weights) if ops else [], inputs) if unit.ops]
+        units += mine if homes is not None else finer(mine, at_least)
+        groups += [number] * len(mine)
     flow = gradient_flow(graph)
     rows = next((n for n, i in inputs.items() if i.kind == "scalar" and i.name == "rows"), None)
     if rows is None:  # blocks of a graph that never asks for the rows may still see them in the shapes of their reads
@@ -69,7 +79,40 @@ def cut(graph: Graph, at_least: int = 1) -> Blocks:
         reads = tuple(_port(n, inputs) for n in draft.reads)
         blocks.append(Block(at, name, _title(unit), reads, tuple(n.name for n in draft.writes)))
     classes = {name: _class(name, members, inputs) for name, members in folded.values()}
-    return Blocks(tuple(blocks), classes, tuple(_port(n, inputs) for n in results))
+    return Blocks(tuple(blocks), classes, tuple(_port(n, inputs) for n in results), tuple(groups) if homes is not None else ())
+
+
+def _grouped(order: list[fx.Node], inputs: dict[fx.Node, Input], homes: Homes | None) -> list[tuple[int, list[fx.Node]]]:
+    """The ops group by group. An op comes no earlier than what it reads, in the first group that may read all its parameters."""
+    if homes is None:
+        return [(0, order)]
+    group: dict[fx.Node, int] = {}
+    found: dict[int, list[fx.Node]] = {}
+    for op in order:
+        least = max((group[n] for n in _sources(op) if n in group), default=0)
+        read = [inputs[n].name for n in op.all_input_nodes if n in inputs and inputs[n].kind == "parameter"]
+        able = [number for number in homes[read[0]] if number >= least and all(number in homes[name] for name in read[1:])] if read else [least]
+        if not able:
+            where = f"{op.meta.get('source') or op.name}, module {op.meta.get('module') or 'model'}"
+            raise CaptureError(
+                f"{where}: the parameter {read[0]} is read behind the stage that holds it, unlike where the model was planned; plan with these "
+                "inputs and in this mode, or with fewer stages"
+            )
+        group[op] = able[0]
+        found.setdefault(able[0], []).append(op)
+    return sorted(found.items())
+
+
+def _sources(op: fx.Node) -> list[fx.Node]:
+    """The ops that an op reads, through integers, which are computed anew in every block."""
+    sources, stack = [], list(op.all_input_nodes)
+    while stack:
+        node = stack.pop()
+        if is_integer(node):
+            stack += node.all_input_nodes
+        else:
+            sources.append(node)
+    return sources
 
 
 def _bytes(node: fx.Node) -> int:
