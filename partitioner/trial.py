@@ -123,7 +123,7 @@ def trial(task: Task, prepared: Prepared, choice: Choice) -> tuple[Trial, ...]:
     found: dict[tuple[int, int], Trial] = {}
     for column in columns:
         ghosts = [UnitBytes.of(program.units, task.shapes, task.ranks, program.rank) for program in column]
-        local = [tuple(shape for ghost in units.values() for shape in ghost.local_shapes()) for units in ghosts]
+        local = [_stepped(task, units) for units in ghosts]
         alike = (column[0].rows, column[0].whole_rows, tuple(local))
         if alike not in played:
             lasting = [_lasting(task, units, shapes) for units, shapes in zip(ghosts, local, strict=True)]
@@ -131,6 +131,12 @@ def trial(task: Task, prepared: Prepared, choice: Choice) -> tuple[Trial, ...]:
         for program, simulation in zip(column, played[alike], strict=True):
             found[program.stage, program.rank] = Trial(program, simulation)
     return tuple(found[program.stage, program.rank] for program in programs)
+
+
+def _stepped(task: Task, units: Mapping[int, UnitBytes]) -> tuple[Local, ...]:
+    """What an optimizer steps on, in the order of the model's parameters: a loop over them holds some temporaries of the one before."""
+    pieces = {name: piece for unit in units.values() for name, piece in unit.local_pieces().items()}
+    return tuple(pieces[name] for name in task.shapes if name in pieces)
 
 
 def _lasting(task: Task, units: Mapping[int, UnitBytes], local: Sequence[Local]) -> Lasting:

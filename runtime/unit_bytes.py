@@ -76,11 +76,15 @@ class UnitBytes:
 
     def local_shapes(self) -> list[tuple[tuple[int, ...], torch.dtype]]:
         """(shape, dtype) of what an optimizer steps on, on this rank."""
-        result: list[tuple[tuple[int, ...], torch.dtype]] = []
+        return list(self.local_pieces().values())
+
+    def local_pieces(self) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
+        """The same by parameter."""
+        result: dict[str, tuple[tuple[int, ...], torch.dtype]] = {}
         for piece in self.layout.pieces.values():
             if piece.trainable:
                 plain = any(piece.name == other.name for other in self.layout.plain)
-                result.append((piece.shape if plain else local_shape(piece.shape, self.ranks, self.rank), piece.dtype))
+                result[piece.name] = piece.shape if plain else local_shape(piece.shape, self.ranks, self.rank), piece.dtype
         return result
 
     def events(self, op: str) -> list[Event]:
