@@ -6,12 +6,13 @@ from dataclasses import dataclass, field
 from torch.distributed.tensor.placement_types import Partial
 
 from partitioner.order import EACH_MICRO_BATCH, Order, Stage, arrange
+from partitioner.passes import block as blocks
 from partitioner.passes.block import Block, BlockFunction, Footprint, Port
 from partitioner.passes.collectives import spread
 from partitioner.passes.dims import Cut
 from partitioner.pipeline import Message, Pipeline, Routes
 from partitioner.prepare import AXIS, Prepared
-from partitioner.runtime.program import Call, Event, Function, Instruction, Mode, Program, Ref, Replay, Shard, Slice, Unit, Wire
+from partitioner.runtime.program import Call, Event, Function, Halves, Instruction, Mode, Program, Ref, Replay, Shard, Slice, Unit, Wire
 
 Communication = Callable[[str, int, Unit | None], float]
 """Seconds of an instruction that communicates, by its name ("REDUCE zero2" and the like), bytes, and unit where it is a unit's."""
@@ -78,13 +79,14 @@ def lower(
     """The programs of the ranks `only` of every stage, stage by stage. `parameter_bytes`: whole bytes of each parameter; communication: seconds,
     see there; accumulation(bytes): seconds of adding so many bytes of gradients to those of earlier micro-batches.
     """
-    blocks = prepared.blocks
-    pipeline = choice.pipeline if choice.pipeline.chunks else Pipeline.none(len(blocks.blocks))
+    chain = prepared.blocks.blocks
+    pipeline = choice.pipeline if choice.pipeline.chunks else Pipeline.none(len(chain))
+    halves = grad and pipeline.halves
     functions: dict[str, Function] = {}
     made: dict[str, BlockFunction] = {}
     calls: list[Call] = []
-    for block, decision in zip(blocks.blocks, choice.decisions, strict=True):
-        function = prepared.function(block.cls, decision.saved)
+    for block, decision in zip(chain, choice.decisions, strict=True):
+        function = prepared.function(block.cls, decision.saved, halves)
         if function.name not in functions:
             functions[function.name], made[function.name] = _function(function), function
         calls.append(Call(block.index, function.name, block.label, _refs(block.reads), block.writes))
@@ -92,7 +94,7 @@ def lower(
     unit_numbered = {unit.number: unit for unit in choice.units}
     kept = frozenset(
         unit_of[port.name].number
-        for block, decision in zip(blocks.blocks, choice.decisions, strict=True)
+        for block, decision in zip(chain, choice.decisions, strict=True)
         if decision.keep_gathered and mode == "step"  # between a forward and its backward another forward may come
         for port in block.reads
         if port.kind == "parameter"
@@ -103,7 +105,7 @@ def lower(
         early = prepared.prologue
         functions[early.function.name] = _function(early.function)
         made[early.function.name] = early.function
-        prologue.append(Call(len(blocks.blocks), early.function.name, "prologue", _refs(early.reads), early.writes))
+        prologue.append(Call(len(chain), early.function.name, "prologue", _refs(early.reads), early.writes))
     loss, outputs, placements, buffers = _results(prepared)
     results = {ref.name for ref in (*(ref for ref, _ in outputs), *(ref for _, ref in buffers)) if ref.kind == "value"}
     results |= {loss} if loss else set()
@@ -126,7 +128,11 @@ def lower(
         held = tuple(unit for unit in choice.units if stage in unit.stages)
 
         def seconds(op: str, call: Call, mb: int, rows: tuple[int, ...] = rows) -> float:
-            summing = accumulation(summed[call.number]) if op == "BACKWARD" and mb else 0.0
+            if op == "BACKWARD_INPUT":
+                return prepared.price_half(made[call.function], False, rows[mb])
+            summing = accumulation(summed[call.number]) if op != "FORWARD" and mb else 0.0
+            if op == "BACKWARD_WEIGHT":
+                return prepared.price_half(made[call.function], True, rows[mb]) + summing
             return prepared.price(made[call.function], op == "BACKWARD", rows[mb]) + summing
 
         order = Order(
@@ -244,7 +250,7 @@ def _results(prepared: Prepared) -> tuple[str | None, tuple[tuple[Ref, Slice], .
 
 
 def _function(function: BlockFunction) -> Function:
-    backward = function.backward_footprint
+    backward, halves = function.backward_footprint, function.halves
     return Function(
         name=function.name,
         source=function.source,
@@ -256,6 +262,21 @@ def _function(function: BlockFunction) -> Function:
         gradients=function.gradients,
         forward_replay=_replay(function.forward_footprint),
         backward_replay=None if backward is None else _replay(backward),
+        halves=None if halves is None else _halves(halves),
+    )
+
+
+def _halves(halves: blocks.Halves) -> Halves:
+    weight = halves.weight_footprint
+    return Halves(
+        input=halves.backward_input,
+        weight=halves.backward_weight,
+        values=halves.values,
+        parameters=halves.parameters,
+        handed=halves.handed,
+        carried=halves.carried,
+        input_replay=_replay(halves.input_footprint),
+        weight_replay=None if weight is None else _replay(weight),
     )
 
 

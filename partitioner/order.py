@@ -21,6 +21,7 @@ from partitioner.pipeline import Message, Pipeline, Routes, turns_of, walk
 from partitioner.runtime.program import Call, Function, Instruction, Unit
 from partitioner.schedules import Turn
 
+_OPS = {"F": "FORWARD", "B": "BACKWARD", "I": "BACKWARD_INPUT", "W": "BACKWARD_WEIGHT"}
 EACH_MICRO_BATCH = ("zero2", "zero3")
 
 
@@ -62,9 +63,13 @@ class Stage:
 class _Use:
     call: Call
     mb: int
-    backward: bool
+    op: str
     units: tuple[int, ...]  # whose whole parameters it reads
     turn: int  # of this stage
+
+    @property
+    def backward(self) -> bool:
+        return self.op != "FORWARD"
 
 
 def arrange(order: Order, *, backward: bool) -> tuple[list[Instruction], list[Instruction]]:
@@ -108,7 +113,7 @@ class _Writer:
         """Position -> units whose gradients are summed after it: zero2 and zero3 where no further one comes of the micro-batch, others at the end."""
         givers: dict[int, list[tuple[int, int]]] = defaultdict(list)  # unit -> (position, micro-batch) of what gives it a gradient
         for position, use in enumerate(self.uses):
-            if use.backward:
+            if use.op in ("BACKWARD", "BACKWARD_WEIGHT"):
                 gradients = (use.call.reads[index] for index in self.order.functions[use.call.function].gradients)
                 for unit in self._units(ref.name for ref in gradients if ref.kind == "parameter"):
                     givers[unit].append((position, use.mb))
@@ -123,13 +128,17 @@ class _Writer:
         uses = []
         for number, turn in enumerate(self.turns):
             for call in self._calls(turn):
-                if turn.op == "F":
-                    uses.append(_Use(call, turn.mb, False, self._units(ref.name for ref in call.reads if ref.kind == "parameter"), number))
-                    continue
                 function = self.order.functions[call.function]
-                if function.backward is not None:
-                    again = (call.reads[index] for kind, index in function.saved if kind == "read")
-                    uses.append(_Use(call, turn.mb, True, self._units(ref.name for ref in again if ref.kind == "parameter"), number))
+                if turn.op != "F" and (function.backward is None or (turn.op == "W" and (function.halves is None or function.halves.weight is None))):
+                    continue
+                read = call.reads
+                if turn.op != "F":
+                    again = function.saved
+                    if turn.op == "W" and function.halves is not None:
+                        again = tuple(function.saved[at] for at in function.halves.handed if at < len(function.saved))
+                    read = tuple(call.reads[index] for kind, index in again if kind == "read")
+                units = self._units(ref.name for ref in read if ref.kind == "parameter")
+                uses.append(_Use(call, turn.mb, _OPS[turn.op], units, number))
         return uses
 
     def _units(self, names: Iterable[str]) -> tuple[int, ...]:
@@ -181,10 +190,9 @@ class _Writer:
         if self.order.prefetch and following is not None and following.backward == use.backward:
             self._bring(following)
         call = use.call
-        op = "BACKWARD" if use.backward else "FORWARD"
-        seconds = self.order.price(op, call, use.mb)
-        self._say(Instruction(op, block=call.number, mb=use.mb, drops=() if use.backward else self._drops(call), seconds=seconds))
-        if self.stage is not None:
+        seconds = self.order.price(use.op, call, use.mb)
+        self._say(Instruction(use.op, block=call.number, mb=use.mb, drops=() if use.backward else self._drops(call), seconds=seconds))
+        if self.stage is not None and use.op != "BACKWARD_WEIGHT":
             routes = self.stage.routes
             leaving = routes.after_backward(call, use.mb, self.stage.number) if use.backward else routes.after_forward(call, use.mb)
             for message in leaving:

@@ -26,6 +26,11 @@ class Pipeline:
         return Pipeline(1, (0,) * blocks)
 
     @property
+    def halves(self) -> bool:
+        """Whether a backward is run in halves."""
+        return self.stages > 1 and self.schedule in ("zb-h1", "zb-v")
+
+    @property
     def count(self) -> int:
         """How many chunks the schedule takes."""
         return chunks_of(self.schedule, self.stages)
@@ -116,6 +121,8 @@ class Routes:
         if turn.op == "F":
             names = dict.fromkeys(ref.name for call in calls for ref in call.reads if ref.kind == "value" and self.home[ref.name] != stage)
             return [Message(name, turn.mb, self.home[name], stage, False) for name in names]
+        if turn.op == "W":
+            return []
         return [Message(name, turn.mb, other, stage, True) for call in calls for name in call.writes for other in self.returned(name)]
 
     def sent(self, pipeline: Pipeline, calls: Sequence[Call], micro_batches: int, forward_only: bool) -> dict[tuple[int, int], list[Message]]:

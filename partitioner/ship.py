@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from partitioner.passes.emit import compile_source
-from partitioner.runtime.program import Program
+from partitioner.runtime.program import Function, Program
 
 
 @dataclass(frozen=True)
@@ -22,7 +22,7 @@ class Parcel:
 
 def pack(program: Program) -> Parcel:
     """Take the callables out."""
-    functions = {name: replace(f, forward=_absent, backward=None if f.backward is None else _absent) for name, f in program.functions.items()}
+    functions = {name: _without(function) for name, function in program.functions.items()}
     return Parcel(replace(program, functions=functions, out_spec=None), pickle.dumps(program.out_spec))
 
 
@@ -31,12 +31,22 @@ def unpack(parcel: Parcel, device: torch.device) -> Program:
     functions: dict[str, Any] = {}
     for name, function in parcel.program.functions.items():
         made = compile_source(function.source, name)
-        functions[name] = replace(function, forward=made.forward, backward=made.backward)
+        halves = function.halves
+        if halves is not None and made.backward_input is not None:
+            halves = replace(halves, input=made.backward_input, weight=made.backward_weight)
+        functions[name] = replace(function, forward=made.forward, backward=made.backward, halves=halves)
     constants = {name: value.to(device) for name, value in parcel.program.constants.items()}
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", FutureWarning)
         out_spec = pickle.loads(parcel.out_spec)
     return replace(parcel.program, functions=functions, constants=constants, out_spec=out_spec)
+
+
+def _without(function: Function) -> Function:
+    halves = function.halves
+    if halves is not None:
+        halves = replace(halves, input=_absent, weight=None if halves.weight is None else _absent)
+    return replace(function, forward=_absent, backward=None if function.backward is None else _absent, halves=halves)
 
 
 def _absent(arguments: list[object]) -> tuple[Tensor, ...]:

@@ -41,6 +41,7 @@ class _Walk:
         self.prologue: set[str] = set()
         self.whole: set[int] = set()
         self.saved: dict[tuple[int, int], int] = {}
+        self.halfway: dict[tuple[int, int], int] = {}
         self.done: set[tuple[int, int]] = set()
         self.accumulated: dict[int, tuple[int, int]] = {}
         self.readers = self._gradient_readers()
@@ -171,7 +172,32 @@ class _Walk:
                         f"the gradient of {call.writes[index]} is not complete: block {reader} reads it and has its BACKWARD later",
                         f"put BACKWARD block {reader} mb {mb} before",
                     )
-        for index in function.gradients:
+        halves = function.halves
+        if instruction.op == "BACKWARD_INPUT":
+            if halves is None:
+                raise self.fail(f"block {call.number} has no backward in halves", f"write BACKWARD block {call.number} mb {mb}")
+            if halves.weight is not None:
+                self.halfway[call.number, mb] = self.index
+            return
+        self._gives(call, function.gradients, mb)
+
+    def _backward_input(self, instruction: Instruction) -> None:
+        self._backward(instruction)
+
+    def _backward_weight(self, instruction: Instruction) -> None:
+        call, function = self._call(instruction)
+        mb, halves = instruction.mb or 0, function.halves
+        if halves is None or self.halfway.pop((call.number, mb), None) is None:
+            what = f"the backward of block {call.number} on micro-batch {mb} is not half done"
+            raise self.fail(what, f"put BACKWARD_INPUT block {call.number} mb {mb} before, once")
+        for at in halves.handed:
+            if at < len(function.saved) and function.saved[at][0] == "read" and call.reads[function.saved[at][1]].kind != "value":
+                self._read(call.reads[function.saved[at][1]], mb)
+        self._gives(call, halves.parameters, mb)
+
+    def _gives(self, call: Call, gradients: tuple[int, ...], mb: int) -> None:
+        """A backward gives gradients of parameters."""
+        for index in gradients:
             ref = call.reads[index]
             if ref.kind != "parameter":
                 continue
@@ -305,6 +331,9 @@ class _Walk:
             (block, mb), line = next(iter(self.saved.items()))
             what = f"block {block} saved values of micro-batch {mb} at line {line} that no BACKWARD uses"
             raise self.fail(what, f"add BACKWARD block {block} mb {mb}")
+        if self.halfway:
+            (block, mb), line = next(iter(self.halfway.items()))
+            raise self.fail(f"the backward of block {block} on micro-batch {mb} from line {line} is left half done", "add its BACKWARD_WEIGHT")
         if self.accumulated:
             number, (mb, line) = next(iter(self.accumulated.items()))
             raise self.fail(f"the gradients of unit {number} from line {line} are never summed", f"add REDUCE unit {number}")

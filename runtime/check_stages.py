@@ -13,7 +13,7 @@ from typing import Any
 from partitioner.errors import ProgramError
 from partitioner.runtime.clock import Asked, Hang, Route, Tracer, play, route_of
 from partitioner.runtime.player import Player
-from partitioner.runtime.program import Function, Instruction, Program, Ref, Slice, Unit, Wire
+from partitioner.runtime.program import Function, Half, Instruction, Program, Ref, Slice, Unit, Wire
 from partitioner.runtime.text import instruction_text
 
 _SHOWN = 3  # instructions before and after a fault
@@ -30,9 +30,12 @@ class _NoValues(Tracer):
         arguments.clear()
         return [None] * (function.writes + sum(kind == "own" for kind, _ in function.saved))
 
-    def backward(self, function: Function, arguments: list[Any], rows: int) -> list[None]:
+    def backward(self, function: Function, arguments: list[Any], rows: int, half: Half) -> list[None]:
         arguments.clear()
-        return [None] * len(function.gradients)
+        halves = function.halves
+        if half == "whole" or halves is None:
+            return [None] * len(function.gradients)
+        return [None] * (len(halves.parameters) if half == "weight" else len(halves.values) + halves.carried)
 
     def like(self, value: None) -> None: ...
 

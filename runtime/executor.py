@@ -19,7 +19,7 @@ from partitioner.runtime.inputs import join, narrow
 from partitioner.runtime.nonfinite import find_origin
 from partitioner.runtime.pipe import Pipe
 from partitioner.runtime.player import Message, Player
-from partitioner.runtime.program import Function, Instruction, Program, Ref, Slice, Unit, Wire
+from partitioner.runtime.program import Function, Half, Instruction, Program, Ref, Slice, Unit, Wire
 from partitioner.runtime.recorder import Recorder, Recording
 from partitioner.runtime.watch import Playing
 from partitioner.runtime.wire import Handle, all_reduce, guarded
@@ -136,12 +136,13 @@ class TensorMachine:
             self.recorder.run()
         return list(function.forward(arguments))
 
-    def backward(self, function: Function, arguments: list[Any], rows: int) -> list[Tensor]:
-        if function.backward is None:
-            raise ProgramError(f"function {function.name} has no backward")
+    def backward(self, function: Function, arguments: list[Any], rows: int, half: Half) -> list[Tensor]:
+        run = function.backward_of(half)
+        if run is None:
+            raise ProgramError(f"function {function.name} has no backward ({half})")
         if self.recorder is not None:
             self.recorder.run()
-        return list(function.backward(arguments))
+        return list(run(arguments))
 
     def like(self, value: Tensor) -> tuple[torch.Size, torch.dtype, torch.device]:
         return value.shape, value.dtype, value.device

@@ -6,6 +6,7 @@ the executor uses.
     values[(name, mb)]     what FORWARD wrote or RECV received     given up by drops, DROP, LOSS, COMMIT, OUTPUT
     prologue[name]         what PROLOGUE wrote                     given up by a DROP without mb
     stash[(block, mb)]     saved values, in the order of Function.saved; None where the value is fetched again     given up by BACKWARD
+    halfway[(block, mb)]   what BACKWARD_INPUT leaves to do                                                       given up by BACKWARD_WEIGHT
     tangents[(name, mb)]   gradients of values, summed as they come                                                given up by BACKWARD
     sent[(name, stage)]    messages under way, oldest first: as many as there are stages between, awaited when one more is sent
 
@@ -17,7 +18,7 @@ from collections.abc import Sequence
 from typing import Any, Generic, Protocol, TypeVar
 
 from partitioner.errors import ProgramError
-from partitioner.runtime.program import Function, Instruction, Program, Ref, Slice, Unit, Wire
+from partitioner.runtime.program import Call, Function, Half, Instruction, Program, Ref, Slice, Unit, Wire
 from partitioner.runtime.text import instruction_text
 
 V = TypeVar("V")
@@ -41,7 +42,7 @@ class Machine(Protocol[V]):
 
     def forward(self, function: Function, arguments: list[Any], rows: int) -> list[V]: ...
 
-    def backward(self, function: Function, arguments: list[Any], rows: int) -> list[V]: ...
+    def backward(self, function: Function, arguments: list[Any], rows: int, half: Half) -> list[V]: ...
 
     def like(self, value: V) -> Any:
         """What `fill` needs to know of a value that may be gone by then."""
@@ -83,6 +84,7 @@ class Player(Generic[V]):
         self.values: dict[tuple[str, int], V] = {}
         self.prologue: dict[str, V] = {}
         self.stash: dict[tuple[int, int], list[Any]] = {}
+        self.halfway: dict[tuple[int, int], list[Any]] = {}
         self.tangents: dict[tuple[str, int], V] = {}
         self.likes: dict[tuple[str, int], Any] = {}
         self.outputs: list[Any] = []
@@ -118,7 +120,7 @@ class Player(Generic[V]):
             for message in messages:
                 message.wait()
         self.sent.clear()
-        for held in (self.values, self.prologue, self.stash, self.tangents, self.likes):
+        for held in (self.values, self.prologue, self.stash, self.halfway, self.tangents, self.likes):
             held.clear()
         self.machine.finish()
 
@@ -127,7 +129,11 @@ class Player(Generic[V]):
             case "FORWARD":
                 self._forward(_number(instruction.block), _number(instruction.mb), instruction.drops)
             case "BACKWARD":
-                self._backward(_number(instruction.block), _number(instruction.mb))
+                self._backward(_number(instruction.block), _number(instruction.mb), "whole")
+            case "BACKWARD_INPUT":
+                self._backward(_number(instruction.block), _number(instruction.mb), "input")
+            case "BACKWARD_WEIGHT":
+                self._backward_weight(_number(instruction.block), _number(instruction.mb))
             case "PROLOGUE":
                 self._prologue(_number(instruction.block))
             case "DROP":
@@ -220,7 +226,7 @@ class Player(Generic[V]):
             for index in function.tangents:
                 self.likes[call.writes[index], mb] = self.machine.like(results[index])
 
-    def _backward(self, block: int, mb: int) -> None:
+    def _backward(self, block: int, mb: int, half: Half) -> None:
         call = self.program.call_of[block]
         function = self.program.functions[call.function]
         arguments = self.stash.pop((block, mb))
@@ -234,9 +240,35 @@ class Player(Generic[V]):
                 arguments[position] = self._read(call.reads[index], block, mb)
         for name in names:
             arguments.append(self._take_tangent(name, mb))
-        results = self.machine.backward(function, arguments, self.program.rows[mb])
+        gradients = function.gradients
+        if half == "input" and function.halves is not None:
+            gradients = function.halves.values
+            fetched = {at for at, (kind, index) in enumerate(function.saved) if kind == "read" and call.reads[index].kind != "value"}
+            rest = [None if at in fetched else arguments[at] for at in function.halves.handed]
+        results = self.machine.backward(function, arguments, self.program.rows[mb], half)
+        if half == "input" and function.halves is not None and function.halves.weight is not None:
+            self.halfway[block, mb] = rest + results[len(gradients) :]
+            del results[len(gradients) :]
+        self._give(call, gradients, results, mb)
+
+    def _backward_weight(self, block: int, mb: int) -> None:
+        call = self.program.call_of[block]
+        function = self.program.functions[call.function]
+        arguments = self.halfway.pop((block, mb), None)
+        if arguments is None or function.halves is None:
+            return  # its other half had nothing to do
+        for position, at in enumerate(function.halves.handed):
+            if at < len(function.saved):
+                kind, index = function.saved[at]
+                if kind == "read" and call.reads[index].kind != "value":
+                    arguments[position] = self._read(call.reads[index], block, mb)
+        results = self.machine.backward(function, arguments, self.program.rows[mb], "weight")
+        self._give(call, function.halves.parameters, results, mb)
+
+    def _give(self, call: Call, gradients: Sequence[int], results: list[V], mb: int) -> None:
+        """Hand the gradients of a block's reads on."""
         results.reverse()
-        for index in function.gradients:
+        for index in gradients:
             ref = call.reads[index]
             if ref.kind == "parameter":
                 self._accumulated.add(self.program.unit_of[ref.name].number)

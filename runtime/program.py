@@ -7,6 +7,8 @@
     FORWARD block 3 mb 1 on compute drops v4 v7    run a block on a micro-batch; the named values are given up to it
     DROP values v4 mb 1 on compute                 forget values that no later instruction reads
     BACKWARD block 3 mb 1 on compute
+    BACKWARD_INPUT block 3 mb 1 on compute         its half that other blocks wait for: gradients of values
+    BACKWARD_WEIGHT block 3 mb 1 on compute        the other half, at any later time: gradients of parameters
     REDUCE unit 3 mb 1 on reduce bytes 8192        sum the unit's gradients over the axis (zero2/zero3: once a micro-batch, else mb is absent)
     TIE unit 5 on reduce bytes 8192                sum the reduced gradient of a parameter that several stages read over those stages
     SEND value v4 mb 1 stage 1 on send bytes 64    send a value to a later stage that reads it
@@ -32,6 +34,7 @@ Shard = Literal["none", "zero1", "zero2", "zero3"]
 Mode = Literal["step", "forward"]
 OPS = (
     *("REFRESH", "GATHER", "FREE", "PROLOGUE", "FORWARD", "DROP", "BACKWARD", "REDUCE", "TIE"),
+    *("BACKWARD_INPUT", "BACKWARD_WEIGHT"),
     *("SEND", "RECV", "SEND_GRADIENT", "RECV_GRADIENT", "LOSS", "COMMIT", "OUTPUT"),
 )
 
@@ -97,6 +100,23 @@ class Replay:
 
 
 @dataclass(frozen=True)
+class Halves:
+    """A backward in two functions; fields as in passes.block.Halves."""
+
+    input: Callable[[list[object]], tuple[Tensor, ...]]
+    weight: Callable[[list[object]], tuple[Tensor, ...]] | None
+    values: tuple[int, ...]
+    parameters: tuple[int, ...]
+    handed: tuple[int, ...]
+    carried: int
+    input_replay: Replay
+    weight_replay: Replay | None
+
+
+Half = Literal["whole", "input", "weight"]
+
+
+@dataclass(frozen=True)
 class Function:
     """A block class as the executor sees it; fields as in passes.block.BlockFunction (saved: ("read" | "own", index))."""
 
@@ -110,6 +130,17 @@ class Function:
     gradients: tuple[int, ...]
     forward_replay: Replay
     backward_replay: Replay | None
+    halves: Halves | None = None
+
+    def backward_of(self, half: Half) -> Callable[[list[object]], tuple[Tensor, ...]] | None:
+        if half == "whole" or self.halves is None:
+            return self.backward if half == "whole" else None
+        return self.halves.input if half == "input" else self.halves.weight
+
+    def replay_of(self, half: Half) -> Replay | None:
+        if half == "whole" or self.halves is None:
+            return self.backward_replay if half == "whole" else None
+        return self.halves.input_replay if half == "input" else self.halves.weight_replay
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,7 @@ from partitioner.errors import ProgramError
 from partitioner.runtime.clock import Asked, Times, Tracer, play, route_of
 from partitioner.runtime.inputs import narrow_copies
 from partitioner.runtime.player import Player
-from partitioner.runtime.program import Function, Instruction, Program, Ref, Replay, Slice, Unit, Wire
+from partitioner.runtime.program import Function, Half, Instruction, Program, Ref, Replay, Slice, Unit, Wire
 from partitioner.runtime.replay import Compiled, Kind, Ledger, Storage, compile_replay
 
 OPTIMIZER = "optimizer.step"
@@ -133,10 +133,11 @@ class StorageMachine(Tracer):
         _keep(results[function.writes + index] for kind, index in function.saved if keeps and kind == "own")
         return results
 
-    def backward(self, function: Function, arguments: list[Any], rows: int) -> list[Storage]:
-        if function.backward_replay is None:
-            raise ProgramError(f"function {function.name} has no backward")
-        return self._compiled(function.name, "backward", function.backward_replay, rows).play(self.ledger, arguments)
+    def backward(self, function: Function, arguments: list[Any], rows: int, half: Half) -> list[Storage]:
+        replay = function.replay_of(half)
+        if replay is None:
+            raise ProgramError(f"function {function.name} has no backward ({half})")
+        return self._compiled(function.name, f"backward {half}", replay, rows).play(self.ledger, arguments)
 
     def _compiled(self, name: str, half: str, replay: Replay, rows: int) -> Compiled:
         key = (name, half, rows)

@@ -22,6 +22,8 @@ FIELDS: dict[str, tuple[frozenset[str], frozenset[str]]] = {
     "FORWARD": (frozenset({"block", "mb"}), frozenset({"bytes", "drops"})),
     "DROP": (frozenset({"values"}), frozenset({"mb", "bytes"})),
     "BACKWARD": (frozenset({"block", "mb"}), frozenset({"bytes"})),
+    "BACKWARD_INPUT": (frozenset({"block", "mb"}), frozenset({"bytes"})),
+    "BACKWARD_WEIGHT": (frozenset({"block", "mb"}), frozenset({"bytes"})),
     "REDUCE": (frozenset({"unit"}), frozenset({"mb", "bytes"})),
     "TIE": (frozenset({"unit"}), frozenset({"bytes"})),
     "SEND": (frozenset({"value", "mb", "stage"}), frozenset({"bytes"})),

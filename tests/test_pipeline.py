@@ -262,7 +262,8 @@ def train(pp: int, schedule: str, shard: str, micro_batches: int, rows: tuple[in
     optimizer = torch.optim.AdamW(parallel.parameters(), lr=1e-2)
     found: dict[str, Any] = {"losses": []}
     for count in rows:
-        found["losses"].append(parallel.train_step(x[:count]).item())
+        loss = parallel.train_step(x[:count])  # kept until the optimizer has stepped, as is predicted
+        found["losses"].append(loss.item())
         found["norm"] = parallel.clip_grad_norm_(0.1).item()
         optimizer.step()
         optimizer.zero_grad()
