@@ -142,7 +142,7 @@ class Options:
         """Bytes of the value that a block reads as its argument `at`."""
         return self._bytes(self.prepared.joint(block.cls).placeholders[at])
 
-    def _write(self, block: Block, at: int) -> int:
+    def written(self, block: Block, at: int) -> int:
         """Bytes of the value that a block writes as its result `at`."""
         return self._bytes(self.prepared.joint(block.cls).results[at])
 
@@ -170,7 +170,7 @@ class Options:
         rest = UnitBytes.of((Unit(0, "none", self.rest),), task.shapes, task.ranks, 0)[0].persistent() if self.rest else 0
         across = 0
         for block in self.blocks:
-            across += sum(self._write(block, at) for at, name in enumerate(block.writes) if name in self.shared)
+            across += sum(self.written(block, at) for at, name in enumerate(block.writes) if name in self.shared)
         return Problem(tuple(runs), sum(task.fixed_bytes.values()) + rest + across, capacity, task.cluster.overlap)
 
     @cached_property

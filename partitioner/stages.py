@@ -1,57 +1,167 @@
-"""Interim."""
+"""Decide a pipeline: where the model is cut into stages, which schedule orders them, in how many micro-batches, and what every block takes.
 
+For every schedule and number of micro-batches that are legal, the blocks' options (options.py) become those of one micro-batch, a cut costs the
+bytes that cross it, and `balance` gives the cuts and options with the least bottleneck. What it gives is lowered and all stages are simulated together.
+Where a stage's simulated peak differs from the balancer's model, the capacity given to that is moved by the difference, as in planner.py; the quickest
+simulated step whose peaks fit is taken. No plan takes less than all its micro-batches take in the slowest stage of the best cuts: the bound.
+"""
+
+from collections.abc import Iterator
 from dataclasses import replace
 from math import inf
 
+from partitioner.balance import Balanced, Option, Problem, balance
 from partitioner.errors import InfeasibleError
-from partitioner.options import Options
+from partitioner.options import GAP, Options
 from partitioner.pipeline import Pipeline
 from partitioner.prepare import check_micro_batches, most_micro_batches
-from partitioner.schedules import chunks_of
-from partitioner.trial import Task, Verdict
+from partitioner.progress import tell
+from partitioner.quantities import format_bytes
+from partitioner.schedules import NAMES, Name, chunks_of, in_flight, stage_of
+from partitioner.trial import Task, Verdict, communication
+from partitioner.wording import counted
+
+_CORRECTIONS = 4
+_MOST_MICRO_BATCHES = 8  # per stage: the bubble is a tenth of the step then, and launches begin to count
 
 
 def decide_stages(task: Task) -> Verdict:
+    """The fastest pipeline of `task.stages` stages whose simulated peaks fit. Raises InfeasibleError where none does."""
+    best: Verdict | None = None
+    bound, refused = inf, None
+    for count in _micro_batches(task):
+        model = Options(task, count)
+        for name in [task.constraints.schedule] if task.constraints.schedule else NAMES:
+            if chunks_of(name, task.stages) > len(model.blocks):
+                refused = refused or InfeasibleError(
+                    f"the model is cut into {len(model.blocks)} blocks, but {chunks_of(name, task.stages)} stages need one each; use fewer stages"
+                )
+                continue
+            tell(f"balancing {counted(task.stages, 'stage')} for {name}, {counted(count, 'micro-batch', 'es')}")
+            stages = _Stages(task, model, name)
+            free = balance(stages.problem(None), gap=GAP)
+            bound = min(bound, stages.bound(free))
+            if best is not None and stages.bound(free) >= best.step_seconds:
+                continue
+            try:
+                found = stages.fit(free)
+            except InfeasibleError as error:
+                refused = error
+                continue
+            if best is None or found.step_seconds < best.step_seconds:
+                best = found
+    if best is None:
+        assert refused is not None
+        raise refused
+    return replace(best, bound_seconds=min(bound, best.step_seconds))
+
+
+def _micro_batches(task: Task) -> Iterator[int]:
     pinned = task.constraints.micro_batches
-    most = most_micro_batches(task.prepared(2), task.ranks)
     if pinned is not None:
         check_micro_batches(task.prepared(pinned), task.ranks, pinned)
-    best: Verdict | None = None
-    for m in [pinned] if pinned else sorted({min(most, k) for k in (1, 2, 4, 8)}):
-        model = Options(task, m)
-        flat = [index for run in model.quickest for index in run]
-        seconds = [options[index][0].compute_seconds for options, index in zip(model.options, flat, strict=True)]
-        name = task.constraints.schedule or "1f1b"
-        count = chunks_of(name, task.stages)
-        if len(seconds) < count:
-            raise InfeasibleError(f"the model is cut into {len(seconds)} blocks, but {count} stages need one each; use fewer stages")
-        pipeline = Pipeline(task.stages, cuts(seconds, count), name)
-        verdict = model.verdict(model.quickest, pipeline)
-        if best is None or verdict.step_seconds < best.step_seconds:
-            best = verdict
-    assert best is not None
-    return replace(best, bound_seconds=0.0)
+        yield pinned
+        return
+    most, count = min(most_micro_batches(task.prepared(2), task.ranks), _MOST_MICRO_BATCHES * task.stages), 1
+    while count < most:
+        yield count
+        count *= 2
+    yield most
 
 
-def cuts(seconds: list[float], count: int) -> tuple[int, ...]:
-    n = len(seconds)
-    total = [0.0]
-    for s in seconds:
-        total.append(total[-1] + s)
-    best = [[inf] * (n + 1) for _ in range(count + 1)]
-    back = [[0] * (n + 1) for _ in range(count + 1)]
-    best[0][0] = 0.0
-    for k in range(1, count + 1):
-        for j in range(k, n + 1):
-            for i in range(k - 1, j):
-                c = max(best[k - 1][i], total[j] - total[i])
-                if c < best[k][j]:
-                    best[k][j], back[k][j] = c, i
-    chunks = [0] * n
-    j = n
-    for k in range(count, 0, -1):
-        i = back[k][j]
-        for x in range(i, j):
-            chunks[x] = k - 1
-        j = i
-    return tuple(chunks)
+class _Stages:
+    """One schedule and number of micro-batches."""
+
+    def __init__(self, task: Task, model: Options, name: Name) -> None:
+        self.task, self.model, self.name = task, model, name
+        self.count = model.micro_batches
+        self.chunks = chunks_of(name, task.stages)
+        self.device = tuple(stage_of(name, chunk, task.stages) for chunk in range(self.chunks))
+        self.crossing = self._crossing()
+
+    def _crossing(self) -> list[int]:
+        """Bytes of a micro-batch's values that cross a cut before each block: made before it, read at it or behind."""
+        model, last = self.model, dict[str, int]()
+        for block in model.blocks:
+            for port in block.reads:
+                if port.kind == "value":
+                    last[port.name] = block.index
+        live = [0] * (len(model.blocks) + 1)
+        for block in model.blocks:
+            for at, name in enumerate(block.writes):
+                size = model.written(block, at)
+                for cut in range(block.index + 1, last.get(name, -1) + 1):
+                    live[cut] += size
+        return live[: len(model.blocks)]
+
+    def problem(self, capacity: tuple[int, ...] | None) -> Problem:
+        """The balancer's question; capacity None: memory does not limit."""
+        overlap = self.task.cluster.overlap
+        made: dict[int, tuple[Option, ...]] = {}
+        for options in self.model.options:
+            if id(options) not in made:
+                made[id(options)] = tuple(
+                    Option(
+                        (o.compute_seconds + (0.0 if overlap else o.communication_seconds)) / self.count,
+                        o.persistent_bytes,
+                        o.saved_bytes,
+                        max(o.forward_bytes - o.saved_bytes, o.backward_bytes),
+                    )
+                    for o, *_ in options
+                )
+        seconds = communication(self.task.cluster, self.task.ranks)
+        sending = tuple(0.0 if overlap or not size else 2 * seconds("SEND", size) for size in self.crossing)  # the values, and their gradients back
+        return Problem(
+            blocks=tuple(made[id(options)] for options in self.model.options),
+            in_flight=in_flight(self.name, self.task.stages, self.count),
+            capacity_bytes=capacity or (),
+            edge_seconds=sending,
+            edge_bytes=tuple(self.crossing),
+            device=self.device,
+        )
+
+    def bound(self, free: Balanced) -> float:
+        """Seconds that a step of so many micro-batches takes at least, whatever memory there is."""
+        if self.chunks == self.task.stages:
+            return self.count * free.bound
+        return self.count * sum(min(o.seconds for o in options) for options in self.problem(None).blocks) / self.task.stages
+
+    def fit(self, free: Balanced) -> Verdict:
+        """The quickest choice found whose simulated peaks fit; `free` is what would be taken if memory did not limit."""
+        limit = self.task.capacity_bytes
+        fixed = sum(self.task.fixed_bytes.values())
+        answer, best, least = free, None, inf
+        tried: set[tuple[int, ...]] = set()
+        for _ in range(_CORRECTIONS):
+            verdict = self.verdict(answer)
+            least = min(least, verdict.peak_bytes)
+            if verdict.peak_bytes <= limit and (best is None or verdict.step_seconds < best.step_seconds):
+                best = verdict
+            if best is verdict and answer is free:
+                break
+            peaks = [0] * self.task.stages
+            for trial in verdict.trials:
+                peaks[trial.program.stage] = max(peaks[trial.program.stage], trial.simulation.peak_bytes)
+            modelled = dict(zip(self.device, answer.bytes, strict=True))
+            capacity = tuple(max(0, limit - fixed + modelled[stage] - (peak - fixed)) for stage, peak in enumerate(peaks))
+            if capacity in tried:
+                break
+            tried.add(capacity)
+            try:
+                answer = balance(self.problem(capacity), gap=GAP)
+            except InfeasibleError:
+                break
+        if best is None:
+            how = f"{self.name}, {counted(self.count, 'micro-batch', 'es')}"
+            raise InfeasibleError(
+                f"no pipeline of {counted(self.task.stages, 'stage')} found fits into {format_bytes(limit)} a device: the leanest tried ({how}) takes "
+                f"{format_bytes(int(least))}, {format_bytes(int(least) - limit)} too much. Ways out: (1) allow {format_bytes(int(least))} a device; "
+                "(2) use more ranks or stages, or an optimizer with less state; (3) take a smaller batch, more micro-batches, or drop a constraint"
+            )
+        return best
+
+    def verdict(self, answer: Balanced) -> Verdict:
+        """What the balancer chose, lowered, and all stages simulated."""
+        borders = (0, *answer.cuts, len(self.model.blocks))
+        chunks = tuple(chunk for chunk in range(self.chunks) for _ in range(borders[chunk + 1] - borders[chunk]))
+        return self.model.verdict((answer.options,), Pipeline(self.task.stages, chunks, self.name))
