@@ -1,9 +1,9 @@
 """Decide a pipeline: where the model is cut into stages, which schedule orders them, in how many micro-batches, and what every block takes.
 
 For every schedule and number of micro-batches that are legal, the blocks' options (options.py) become those of one micro-batch, a cut costs the
-bytes that cross it, and `balance` gives the cuts and options with the least bottleneck. What it gives is lowered and all stages are simulated together.
-Where a stage's simulated peak differs from the balancer's model, the capacity given to that is moved by the difference, as in planner.py; the quickest
-simulated step whose peaks fit is taken. No plan takes less than all its micro-batches take in the slowest stage of the best cuts: the bound.
+bytes that cross it, and `balance` gives the cuts and options with the least bottleneck. What it gives is lowered and all stages are simulated
+together. Where a stage's simulated peak differs from the balancer's model, the capacity given to that is moved by the difference, as in planner.py;
+the quickest simulated step whose peaks fit is taken. No plan takes less than its micro-batches take in the slowest stage of the best cuts: the bound.
 """
 
 from collections.abc import Iterator
@@ -109,8 +109,9 @@ class _Stages:
                     )
                     for o, *_ in options
                 )
-        seconds = communication(self.task.cluster, self.task.ranks)
-        sending = tuple(0.0 if overlap or not size else 2 * seconds("SEND", size) for size in self.crossing)  # the values, and their gradients back
+        seconds = communication(self.task.cluster, self.task.ranks, self.task.shapes)
+        # the values, and their gradients back
+        sending = tuple(0.0 if overlap or not size else 2 * seconds("SEND", size, None) for size in self.crossing)
         return Problem(
             blocks=tuple(made[id(options)] for options in self.model.options),
             in_flight=in_flight(self.name, self.task.stages, self.count),
@@ -154,8 +155,9 @@ class _Stages:
         if best is None:
             how = f"{self.name}, {counted(self.count, 'micro-batch', 'es')}"
             raise InfeasibleError(
-                f"no pipeline of {counted(self.task.stages, 'stage')} found fits into {format_bytes(limit)} a device: the leanest tried ({how}) takes "
-                f"{format_bytes(int(least))}, {format_bytes(int(least) - limit)} too much. Ways out: (1) allow {format_bytes(int(least))} a device; "
+                f"no pipeline of {counted(self.task.stages, 'stage')} found fits into {format_bytes(limit)} a device: the leanest tried ({how}) "
+                f"takes {format_bytes(int(least))}, {format_bytes(int(least) - limit)} too much. "
+                f"Ways out: (1) allow {format_bytes(int(least))} a device; "
                 "(2) use more ranks or stages, or an optimizer with less state; (3) take a smaller batch, more micro-batches, or drop a constraint"
             )
         return best

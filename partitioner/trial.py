@@ -60,7 +60,8 @@ def communication(cluster: Cluster, ranks: int, shapes: Shapes) -> Communication
     @cache
     def seconds(op: str, size: int, unit: Unit | None) -> float:
         if op == "SEND":
-            return cluster.intra.base_seconds + cluster.intra.alpha_seconds + size / cluster.intra.bytes_per_second
+            link = cluster.inter if cluster.nodes > 1 else cluster.intra  # some neighbouring stages are on two nodes
+            return link.base_seconds + link.alpha_seconds + size / link.bytes_per_second
         if op == "TIE" or unit is None:
             return collective_seconds("all_reduce", size, 2, cluster)
         layout = lay_out(unit, shapes, ranks)

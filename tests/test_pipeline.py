@@ -46,6 +46,7 @@ def stack(layers: int = 4) -> nn.Module:
 
 def lowered(model: nn.Module, devices: int, rows: int = 8, mode: str = "step", **constraints: Any) -> list[Program]:
     x = torch.zeros(rows, 8)
+    constraints = {"schedule": "1f1b", **constraints}
     given = {"example_inputs": (x,), "example_kwargs": None, "loss": square, "example_targets": None, "batch_dim": "auto"}
     options = {"optimizer": "adamw", "precision": "fp32", "memory": None, "constraints": constraints, "verify": False}
     session = Session(model, Cluster.parse(f"1x{devices} h100-sxm"), **given, **options)  # type: ignore[arg-type]
@@ -234,7 +235,7 @@ def test_more_stages_than_ops_are_refused() -> None:
 
 def test_a_plan_file_holds_the_stages_and_an_edited_cut_is_priced_anew() -> None:
     asked = {"gpus": 2, "example_inputs": (torch.zeros(8, 8),), "loss": square}
-    plan = make_plan(stack(8), **asked, constraints={"pp": 2, "micro_batches": 4})  # type: ignore[arg-type]
+    plan = make_plan(stack(8), **asked, constraints={"pp": 2, "micro_batches": 4, "schedule": "1f1b"})  # type: ignore[arg-type]
     assert plan.mesh == {"pp": 2, "dp": 1} and plan.schedule == "1f1b" and len(plan.predicted.per_rank) == 2
     again = Plan.from_json(plan.to_json())
     bound = make_plan(stack(8), **asked, plan=again)  # type: ignore[arg-type]
@@ -267,6 +268,7 @@ def train(pp: int, schedule: str, shard: str, micro_batches: int, rows: tuple[in
         found["norm"] = parallel.clip_grad_norm_(0.1).item()
         optimizer.step()
         optimizer.zero_grad()
+        del loss
     found["bytes"] = parallel.plan.predicted.per_rank[dist.get_rank()].peak_bytes, parallel.measured.peak_bytes
     found["output"] = parallel(x)
     found["state"] = parallel.full_state_dict()
