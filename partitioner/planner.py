@@ -6,6 +6,7 @@ chain of sums; the simulator plays the lowered programs to the byte. Where they 
 difference, and the best choice whose *simulated* peak fits is taken.
 """
 
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from math import inf
 
@@ -20,6 +21,22 @@ from partitioner.trial import Task, Verdict
 from partitioner.wording import counted
 
 _CORRECTIONS = 5
+
+
+def choose(task: Callable[[int], Task], stages: Sequence[int]) -> Verdict:
+    """The first verdict that fits, over meshes of so many `stages`; `task(n)` is the question for n.
+
+    Gradients cannot come back through outputs of a pipeline, nor rows from ranks, so it is taken by itself only where nothing fits without.
+    Raises the InfeasibleError of the first mesh where none fits.
+    """
+    refused: InfeasibleError | None = None
+    for count in stages:
+        try:
+            return decide(task(count))
+        except InfeasibleError as error:
+            refused = refused or error
+    assert refused is not None
+    raise refused
 
 
 def decide(task: Task) -> Verdict:

@@ -14,6 +14,7 @@ from torch.utils._pytree import tree_unflatten
 
 from partitioner.alternatives import Alternatives
 from partitioner.assemble import assemble, cuts_of, decisions_of
+from partitioner.batch_dims import batch_dims
 from partitioner.calibrate import core_share, local_device, neighbours
 from partitioner.cluster import Cluster
 from partitioner.constraints import parse
@@ -33,7 +34,7 @@ from partitioner.passes.tree import map_tensors, named_leaves
 from partitioner.passes.verify import verify as verify_capture
 from partitioner.pipeline import Pipeline
 from partitioner.plan import Plan
-from partitioner.planner import decide
+from partitioner.planner import choose
 from partitioner.prepare import Prepared, check_micro_batches, most_micro_batches, prepare
 from partitioner.prices import Prices
 from partitioner.progress import tell
@@ -45,6 +46,8 @@ from partitioner.runtime.program import Program, Request, Unit
 from partitioner.runtime.simulator import storage_bytes
 from partitioner.schedules import chunks_of
 from partitioner.trial import Shapes, Task, Verdict, communication, sizes_of, trial
+
+_STAGES = (1, 2, 4, 8)  # what is tried where the user does not say
 
 
 def _prepared(graph: Graph, batch_dim: Any, prices: Prices, ranks: int, in_time: bool, chunks: int = 1, homes: Homes | None = None) -> Prepared:
@@ -114,7 +117,7 @@ class Session:
         self.memory_bytes = None if memory is None else parse_bytes(memory)
         self.leaves: dict[str, Any] = dict(named_leaves(self.args, self.kwargs, self.targets, self.has_targets)[0])
         _refuse_empty(self.leaves)
-        self.batch_dim = self._batch_dims(batch_dim)
+        self.batch_dim = batch_dims(batch_dim, self.leaves)
         self.fingerprint = fingerprint(model, self.leaves)
         every = shapes_of(model)
         self.shapes: Shapes = {name: every[name] for name, _ in model.named_parameters()}
@@ -137,26 +140,6 @@ class Session:
     def dp(self) -> int:
         """Ranks of a stage."""
         return self.ranks // self.stages
-
-    def _batch_dims(self, given: Any) -> Any:
-        """`batch_dim` as "auto", an int, or a dict path -> int | None."""
-        if given == "auto" or (isinstance(given, int) and not isinstance(given, bool)):
-            return given
-        if not isinstance(given, (tuple, list, Mapping)):
-            raise BatchError(f"batch_dim is {given!r}; write an int, a tree of int / None like the inputs, or 'auto'")
-        if isinstance(given, (tuple, list)):
-            tree: dict[str, Any] = {"args": given}
-        else:
-            tree = dict(given) if set(given) <= {"args", "kwargs", "targets"} else {"kwargs": given}
-        if not isinstance(tree.get("args", ()), (tuple, list)) or not isinstance(tree.get("kwargs", {}), Mapping):
-            raise BatchError(f'batch_dim is {given!r}; "args" takes a tuple and "kwargs" a dict, formed like the inputs')
-        pairs, _ = named_leaves(tuple(tree.get("args", ())), dict(tree.get("kwargs", {})), tree.get("targets"), "targets" in tree)
-        for path, dim in pairs:
-            if path not in self.leaves:
-                raise BatchError(f"batch_dim speaks of {path}, which is no input; the inputs are {', '.join(self.leaves)}")
-            if dim is not None and (not isinstance(dim, int) or isinstance(dim, bool)):
-                raise BatchError(f"batch_dim says {dim!r} for {path}; write the number of the batch dim, or None where it has none")
-        return dict(pairs)
 
     def facts(self, plan: object = None) -> dict[str, Any]:
         """What must be equal on all ranks, in words: versions, arguments, the plan that was given, the model and the example inputs."""
@@ -225,15 +208,15 @@ class Session:
         tree = tree_unflatten(list(request.leaves.values()), spec)
         return tree["args"], tree["kwargs"], tree.get("targets")
 
-    def _ready(self, request: Request, micro_batches: int) -> Prepared:
-        in_time = micro_batches > 1
-        key = (self._key(request), in_time or self.dp > 1)
+    def _ready(self, request: Request, micro_batches: int, stages: int, chunks: int) -> Prepared:
+        in_time, dp = micro_batches > 1, self.ranks // stages
+        key = (self._key(request), in_time or dp > 1, stages)
         if key not in self._prepared:
             planned, homes = self._planned_for, None
-            if planned is not None and self.stages > 1:
+            if planned is not None and stages > 1:
                 held = self._made().pipeline.homes(planned.blocks.blocks)
                 homes = {name: held.get(name, (0,)) for name in self.shapes}
-            self._prepared[key] = _prepared(self._graph(request), self.batch_dim, self._prices, self.dp, in_time, self.chunks, homes)
+            self._prepared[key] = _prepared(self._graph(request), self.batch_dim, self._prices, dp, in_time, chunks, homes)
         return self._prepared[key]
 
     # --- planning ----------------------------------------------------------------------------------------------
@@ -251,19 +234,17 @@ class Session:
         if self._verify:
             tell("comparing the capture with the model")
             verify_capture(self.model, graph, self.args, self.kwargs, loss=self.loss, targets=self.targets, has_targets=self.has_targets)
-        task = Task(
-            prepared=lambda micro_batches: self._ready(request, micro_batches),
-            cluster=self.cluster,
-            ranks=self.dp,
-            stages=self.stages,
-            shapes=self.shapes,
-            fixed_bytes=self._fixed_bytes(graph),
-            capacity_bytes=self.cluster.memory_bytes if self.memory_bytes is None else self.memory_bytes,
-            optimizer=self.optimizer,
-            optimizer_seconds=self._prices.step,
-            constraints=self.constraints,
-        )
-        verdict = decide(task) if given is None else self._follow(task, given)
+        asked = given is not None or self.constraints.pp is not None or self.constraints.dp is not None
+        meshes = [self.stages] if asked else [n for n in _STAGES if self.ranks % n == 0]
+        fixed = self._fixed_bytes(graph)
+
+        def ask(stages: int) -> Task:
+            return self._task(request, stages, fixed)
+
+        verdict = choose(ask, meshes) if given is None else self._follow(ask(self.stages), given)
+        pipeline = verdict.choice.pipeline
+        self.stages, self.chunks = pipeline.stages, pipeline.count
+        task = ask(self.stages)
         self._prices.save()
         self._choice, self._planned_for = verdict.choice, verdict.prepared
         for block, decision, point in zip(verdict.prepared.blocks.blocks, verdict.choice.decisions, verdict.points, strict=True):
@@ -271,6 +252,22 @@ class Session:
             self._planned.setdefault(block.label, (decision, point.saved_bytes / most if most else 1.0))
         prepared = partial(_prepared, graph, self.batch_dim, self._prices)  # holds neither the session nor the model
         return assemble(self, verdict, Alternatives(replace(task, prepared=lambda _: verdict.prepared), verdict, prepared))
+
+    def _task(self, request: Request, stages: int, fixed: Mapping[str, int]) -> Task:
+        """The planner's question for so many stages."""
+        chunks = chunks_of(self.constraints.schedule or "1f1b", stages) if stages != self.stages else self.chunks
+        return Task(
+            prepared=lambda micro_batches: self._ready(request, micro_batches, stages, chunks),
+            cluster=self.cluster,
+            ranks=self.ranks // stages,
+            stages=stages,
+            shapes=self.shapes,
+            fixed_bytes=fixed,
+            capacity_bytes=self.cluster.memory_bytes if self.memory_bytes is None else self.memory_bytes,
+            optimizer=self.optimizer,
+            optimizer_seconds=self._prices.step,
+            constraints=self.constraints,
+        )
 
     def _teachable(self, graph: Graph) -> None:
         """Refuse a step that could train nothing."""
@@ -349,7 +346,7 @@ class Session:
         """Ready for another call. What the model cannot take is an error of the inputs: with those of planning it could."""
         _refuse_empty(request.leaves)
         try:
-            return self._ready(request, micro_batches)
+            return self._ready(request, micro_batches, self.stages, self.chunks)
         except CaptureError as error:
             planned = {path: tuple(leaf.shape) for path, leaf in self.leaves.items() if isinstance(leaf, Tensor)}
             given = {path: tuple(leaf.shape) for path, leaf in request.leaves.items() if isinstance(leaf, Tensor)}

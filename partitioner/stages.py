@@ -1,13 +1,15 @@
 """Decide a pipeline: where the model is cut into stages, which schedule orders them, in how many micro-batches, and what every block takes.
 
 For every schedule and number of micro-batches that are legal, the blocks' options (options.py) become those of one micro-batch, a cut costs the
-bytes that cross it, and `balance` gives the cuts and options with the least bottleneck. What it gives is lowered and all stages are simulated
-together. Where a stage's simulated peak differs from the balancer's model, the capacity given to that is moved by the difference, as in planner.py;
-the quickest simulated step whose peaks fit is taken. No plan takes less than its micro-batches take in the slowest stage of the best cuts: the bound.
+bytes that cross it, and `balance` gives the cuts and options with the least bottleneck. The best few by the schedule's makespan are lowered, and all
+stages are simulated together. Where a stage's simulated peak differs from the balancer's model, the capacity given to that is moved by the
+difference, as in planner.py; the quickest simulated step whose peaks fit is taken. No plan takes less than its micro-batches take in the slowest
+stage of the best cuts: the bound.
 """
 
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import cached_property
 from math import inf
 
 from partitioner.balance import Balanced, Option, Problem, balance
@@ -17,43 +19,54 @@ from partitioner.pipeline import Pipeline
 from partitioner.prepare import check_micro_batches, most_micro_batches
 from partitioner.progress import tell
 from partitioner.quantities import format_bytes
-from partitioner.schedules import NAMES, Name, chunks_of, in_flight, stage_of
+from partitioner.schedules import NAMES, Name, chunks_of, in_flight, makespan, schedule, stage_of
 from partitioner.trial import Task, Verdict, communication
 from partitioner.wording import counted
 
 _CORRECTIONS = 4
+_SIMULATED = 4  # candidates that fit and are simulated, the best by estimate first
+_TRUST = 0.8  # an estimate, which knows no exposed communication, is not this far above the simulated step
 _MOST_MICRO_BATCHES = 8  # per stage: the bubble is a tenth of the step then, and launches begin to count
 
 
 def decide_stages(task: Task) -> Verdict:
     """The fastest pipeline of `task.stages` stages whose simulated peaks fit. Raises InfeasibleError where none does."""
+    found, refused = _candidates(task)
     best: Verdict | None = None
-    bound, refused = inf, None
-    for count in _micro_batches(task):
-        model = Options(task, count)
-        for name in [task.constraints.schedule] if task.constraints.schedule else NAMES:
-            if chunks_of(name, task.stages) > len(model.blocks):
-                refused = refused or InfeasibleError(
-                    f"the model is cut into {len(model.blocks)} blocks, but {chunks_of(name, task.stages)} stages need one each; use fewer stages"
-                )
-                continue
-            tell(f"balancing {counted(task.stages, 'stage')} for {name}, {counted(count, 'micro-batch', 'es')}")
-            stages = _Stages(task, model, name)
-            free = balance(stages.problem(None), gap=GAP)
-            bound = min(bound, stages.bound(free))
-            if best is not None and stages.bound(free) >= best.step_seconds:
-                continue
-            try:
-                found = stages.fit(free)
-            except InfeasibleError as error:
-                refused = error
-                continue
-            if best is None or found.step_seconds < best.step_seconds:
-                best = found
+    simulated = 0
+    for stages in sorted(found, key=lambda stages: stages.estimate):
+        if best is not None and (simulated >= _SIMULATED or stages.estimate * _TRUST >= best.step_seconds):
+            break
+        tell(f"fitting {stages.name}, {counted(stages.count, 'micro-batch', 'es')}, to memory")
+        try:
+            verdict = stages.fit()
+        except InfeasibleError as error:
+            refused = error
+            continue
+        simulated += 1
+        if best is None or verdict.step_seconds < best.step_seconds:
+            best = verdict
     if best is None:
         assert refused is not None
         raise refused
-    return replace(best, bound_seconds=min(bound, best.step_seconds))
+    return replace(best, bound_seconds=min(best.step_seconds, *(stages.bound for stages in found)))
+
+
+def _candidates(task: Task) -> tuple[list["_Stages"], InfeasibleError | None]:
+    """Every schedule in every number of micro-batches, or why there is none."""
+    found: list[_Stages] = []
+    refused: InfeasibleError | None = None
+    for count in _micro_batches(task):
+        model = Options(task, count)
+        for name in [task.constraints.schedule] if task.constraints.schedule else NAMES:
+            chunks = chunks_of(name, task.stages)
+            if chunks > len(model.blocks):
+                why = f"the model is cut into {len(model.blocks)} blocks, but {chunks} stages need one each; use fewer stages"
+                refused = refused or InfeasibleError(why)
+                continue
+            tell(f"balancing {counted(task.stages, 'stage')} for {name}, {counted(count, 'micro-batch', 'es')}")
+            found.append(_Stages(task, model, name))
+    return found, refused
 
 
 def _micro_batches(task: Task) -> Iterator[int]:
@@ -78,6 +91,7 @@ class _Stages:
         self.chunks = chunks_of(name, task.stages)
         self.device = tuple(stage_of(name, chunk, task.stages) for chunk in range(self.chunks))
         self.crossing = self._crossing()
+        self.free = balance(self.problem(None), gap=GAP)
 
     def _crossing(self) -> list[int]:
         """Bytes of a micro-batch's values that cross a cut before each block: made before it, read at it or behind."""
@@ -121,24 +135,32 @@ class _Stages:
             device=self.device,
         )
 
-    def bound(self, free: Balanced) -> float:
+    @cached_property
+    def bound(self) -> float:
         """Seconds that a step of so many micro-batches takes at least, whatever memory there is."""
         if self.chunks == self.task.stages:
-            return self.count * free.bound
+            return self.count * self.free.bound
         return self.count * sum(min(o.seconds for o in options) for options in self.problem(None).blocks) / self.task.stages
 
-    def fit(self, free: Balanced) -> Verdict:
-        """The quickest choice found whose simulated peaks fit; `free` is what would be taken if memory did not limit."""
+    @cached_property
+    def estimate(self) -> float:
+        """Seconds of the schedule if memory does not limit: backward takes twice the time of forward, messages none."""
+        share = {"F": 1 / 3, "B": 2 / 3, "I": 1 / 3, "W": 1 / 3}
+        turns = schedule(self.name, self.task.stages, self.count)
+        return makespan(self.name, turns, lambda turn: share[turn.op] * self.free.seconds[turn.chunk])
+
+    def fit(self) -> Verdict:
+        """The quickest choice found whose simulated peaks fit, from what would be taken if memory did not limit."""
         limit = self.task.capacity_bytes
         fixed = sum(self.task.fixed_bytes.values())
-        answer, best, least = free, None, inf
+        answer, best, least = self.free, None, inf
         tried: set[tuple[int, ...]] = set()
         for _ in range(_CORRECTIONS):
             verdict = self.verdict(answer)
             least = min(least, verdict.peak_bytes)
             if verdict.peak_bytes <= limit and (best is None or verdict.step_seconds < best.step_seconds):
                 best = verdict
-            if best is verdict and answer is free:
+            if best is verdict and answer is self.free:
                 break
             peaks = [0] * self.task.stages
             for trial in verdict.trials:
