@@ -7,14 +7,16 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from partitioner.calibrate import local_cluster, measure_link
 from partitioner.cluster import Cluster
-from partitioner.errors import CaptureError, LaunchError, PartitionerError, RankError
+from partitioner.errors import CaptureError, InputError, LaunchError, PartitionerError, PlanError, RankError
 from partitioner.passes.collectives import bind
 from partitioner.passes.tree import named_leaves
 from partitioner.plan import Plan
 from partitioner.prepare import AXIS
+from partitioner.quantities import parse_bytes
 from partitioner.runtime import watch
 from partitioner.runtime.launch import Ranks, agree, broadcast_object, join, launched, peer_seconds
 from partitioner.runtime.module import ParallelModule
@@ -38,7 +40,7 @@ def make_plan(
     example_targets: Any = None,
     init_fn: Callable[[nn.Module], Any] | None = None,
     batch_dim: Any = "auto",
-    optimizer: str = "adamw",
+    optimizer: str | None = None,
     precision: str = "fp32",
     memory: int | str | None = None,
     constraints: Mapping[str, Any] | None = None,
@@ -52,12 +54,14 @@ def make_plan(
     loss: callable(output) or, with example_targets, callable(output, targets); None: the model returns its loss.
     init_fn: for models on meta; auto_parallelize calls init_fn(model) on an empty copy.
     batch_dim: an int, a pytree of int / None like the inputs, or "auto".
-    memory: bytes per device that a whole step may take, for instance "16GB". constraints: decisions to pin, see constraints.py.
+    optimizer: what memory and time are planned for, by name; None: "adamw". constraints: decisions to pin, see constraints.py.
+    memory: bytes per device that a whole step may take, for instance "16GB"; None: all that a device has.
     verify: compare the captured graph with the model itself on the example batch (models with real weights).
-    plan: decisions to take over, from a file perhaps, instead of deciding.
+    plan: decisions to take over, from a file perhaps, instead of deciding; its optimizer and memory too, where none are given.
 
     Raises PartitionerError: CaptureError, BatchError, ConstraintError, InfeasibleError, ClusterError, InputError, PlanError.
     """
+    optimizer, memory = _settled(plan, optimizer, memory)
     session = Session(
         model,
         Cluster.parse(gpus),
@@ -86,7 +90,7 @@ def auto_parallelize(
     example_targets: Any = None,
     init_fn: Callable[[nn.Module], Any] | None = None,
     batch_dim: Any = "auto",
-    optimizer: str = "adamw",
+    optimizer: str | None = None,
     precision: str = "fp32",
     memory: int | str | None = None,
     constraints: Mapping[str, Any] | None = None,
@@ -105,6 +109,7 @@ def auto_parallelize(
     sessions: list[Session] = []
 
     def start() -> None:
+        named, cap = _settled(plan, optimizer, memory)
         sessions.append(
             Session(
                 model,
@@ -114,9 +119,9 @@ def auto_parallelize(
                 loss=loss,
                 example_targets=example_targets,
                 batch_dim=batch_dim,
-                optimizer=optimizer,
+                optimizer=named,
                 precision=precision,
-                memory=memory,
+                memory=cap,
                 constraints=constraints,
                 verify=verify,
                 at_hand=isinstance(gpus, int),
@@ -140,8 +145,9 @@ def auto_parallelize(
     own = ranks if pipe is None else pipe.dp
     bind(AXIS, own.group)
     store = UnitStore(model, lowering.units, ranks=own.ranks, rank=own.rank, group=own.group, pipe=pipe)
-    store.planned_optimizer = optimizer
+    store.planned_optimizer = session.optimizer
     session.take_over()
+    _guard(model)
     return ParallelModule(
         model,
         store,
@@ -156,6 +162,36 @@ def auto_parallelize(
         batch=[Slice(leaf.path, leaf.dim, leaf.outer, leaf.inner) for leaf in made.batch.leaves],
         pipe=pipe,
     )
+
+
+def _settled(plan: object, optimizer: str | None, memory: int | str | None) -> tuple[str, int | str | None]:
+    """The optimizer and the memory cap: the plan's own where none are given. Raises PlanError where others are."""
+    if not isinstance(plan, Plan):
+        return "adamw" if optimizer is None else optimizer, memory
+    for name, given, asked, planned in (
+        ("optimizer", optimizer, optimizer, plan.optimizer),
+        ("memory", memory, memory if memory is None else parse_bytes(memory), plan.memory_bytes),
+    ):
+        if None not in (asked, planned) and asked != planned:
+            raise PlanError(
+                f"{name}={given!r} was given, but the plan was made for {planned!r}; leave {name} out to follow the plan, or make a new one: "
+                f"make_plan(model, …, {name}={given!r})"
+            )
+    return plan.optimizer if optimizer is None else optimizer, plan.memory_bytes if memory is None else memory
+
+
+def _guard(model: nn.Module) -> None:
+    """Once its parameters are cut, the user's own module cannot run; let it say what can. Captures put whole parameters into it and pass."""
+
+    def refuse(module: nn.Module, args: Any) -> None:
+        cut = next((name for name, parameter in module.named_parameters() if isinstance(parameter, DTensor)), None)
+        if cut is not None:
+            raise InputError(
+                f"the model was called itself, but auto_parallelize has placed its parameters: of {cut!r} this rank holds only some rows. "
+                "Call what auto_parallelize returned: parallel(…), or parallel.train_step(…)"
+            )
+
+    model.register_forward_pre_hook(refuse)
 
 
 def _cluster(gpus: Gpus, ranks: Ranks) -> Cluster:

@@ -79,7 +79,7 @@ def bound(read: Plan, factory: str, device: str | None) -> Plan:
         from partitioner.cli_factory import made_by
 
         arguments = made_by(factory)
-        return make_plan(**arguments, gpus=_devices_of(read, device), optimizer=read.optimizer, memory=read.memory_bytes, verify=False, plan=read)
+        return make_plan(**arguments, gpus=_devices_of(read, device), verify=False, plan=read)
 
 
 def _devices_of(read: Plan, device: str | None) -> int | str:

@@ -42,10 +42,21 @@ def _headline(plan: Plan) -> list[str]:
         about.append("cut: " + listed(cuts, 3))
     if whole and cuts:
         about.append("whole: " + listed(whole, 2))
+    alone = []
+    if _shares_nothing(plan):
+        alone = [
+            f"THE BATCH IS NOT SHARED OUT: no dim with a row for each of {plan.mesh['dp']} ranks was found, so every rank computes all of it,",
+            "no faster than one device; give a batch of more rows, say batch_dim, or take fewer ranks",
+        ]
     return [
         f"{plan.model} on {counted(plan.ranks, 'rank')} ({mesh}) of {size} {cluster.name}, {plan.optimizer}, {plan.precision}",
         "   ".join(about),
+        *alone,
     ]
+
+
+def _shares_nothing(plan: Plan) -> bool:
+    return plan.batch.rows is None and plan.mesh.get("dp", 1) > 1
 
 
 def _blocks(plan: Plan) -> list[str]:
@@ -140,8 +151,8 @@ def _replicated(plan: Plan) -> list[str]:
     counts: dict[Replicated, int] = {}
     for item in plan.replicated:
         counts[item] = counts.get(item, 0) + 1
-    if plan.batch.rows is None and plan.ranks > 1:
-        return [f"replicated: everything; no batch dim with a row for each of {plan.ranks} ranks was found, so every rank computes the whole batch"]
+    if _shares_nothing(plan):
+        return ["replicated: everything"]
     if not counts:
         return ["replicated: nothing; every op runs on its rank's rows alone"]
     lines = [f"replicated: {counted(sum(counts.values()), 'op')}, run by every rank on the whole batch (correct, but slower)"]

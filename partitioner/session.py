@@ -29,6 +29,7 @@ from partitioner.options import FRONTIER_POINTS
 from partitioner.passes.blocks import Homes
 from partitioner.passes.capture import capture
 from partitioner.passes.graph import Graph
+from partitioner.passes.refuse import check_model
 from partitioner.passes.trained import trained
 from partitioner.passes.tree import map_tensors, named_leaves
 from partitioner.passes.verify import verify as verify_capture
@@ -115,6 +116,12 @@ class Session:
         self.stages = self.constraints.pp or 1
         self.chunks = chunks_of(self.constraints.schedule or "1f1b", self.stages)
         self.memory_bytes = None if memory is None else parse_bytes(memory)
+        if self.memory_bytes is not None and self.memory_bytes > cluster.memory_bytes:
+            raise ConstraintError(
+                f"memory={memory!r} is {self.memory_bytes:,} bytes a device, but {cluster} have {cluster.memory_bytes:,}; write that or less, or "
+                "leave memory out to use all of it"
+            )
+        check_model(model, self.has_targets)
         self.leaves: dict[str, Any] = dict(named_leaves(self.args, self.kwargs, self.targets, self.has_targets)[0])
         _refuse_empty(self.leaves)
         self.batch_dim = batch_dims(batch_dim, self.leaves)
@@ -298,13 +305,23 @@ class Session:
         if given.fingerprint != self.fingerprint:
             raise PlanError(
                 "the plan is for another model or other inputs (names, shapes, dtypes, requires_grad or ties of parameters and buffers, or the "
-                f"input paths differ): planned for {given.model}; make a new plan with make_plan(model, …)"
+                f"input paths differ): planned for {given.model}{self._other_inputs(given)}; make a new plan with make_plan(model, …)"
             )
         if (pinned := self.constraints.as_dict()) and pinned != given.constraints:
             raise ConstraintError(
                 f"constraints are {pinned}, but a plan was given, which holds every decision already (made under {given.constraints}); "
                 "leave one of them out"
             )
+
+    def _other_inputs(self, given: Plan) -> str:
+        """Which inputs were planned and are not here, in words."""
+        planned = [leaf.path for leaf in given.batch.leaves]
+        if not (missing := [path for path in planned if path not in self.leaves]):
+            return ""
+        unlike = f" with {', '.join(planned)}, but here there are {', '.join(self.leaves)}"
+        if any(path.startswith("targets") for path in missing):
+            unlike += ", so its loss and example_targets are missing (the command line has them from the factory's loss and targets)"
+        return unlike
 
     def _follow(self, task: Task, given: Plan) -> Verdict:
         prepared = task.prepared(given.micro_batches)

@@ -128,6 +128,13 @@ def _before(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any])
                 )
     if not ours:
         return None
+    closure = kwargs.get("closure") if "closure" in kwargs else args[1] if len(args) > 1 else None
+    if closure is None and _needs_closure(type(optimizer)):
+        kind = type(optimizer).__name__
+        raise OptimizerError(
+            f"{kind}.step was called without the closure that it evaluates the model with, several times a step. Write "
+            "optimizer.step(closure) with def closure(): optimizer.zero_grad(); return parallel.train_step(…), or use another optimizer"
+        )
     if optimizer not in _seen:
         _seen.add(optimizer)
         _compare_with_plan(optimizer, ours)
@@ -141,11 +148,15 @@ def _before(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any])
             'constraints={"shard": "none"}, or use one of ' + ", ".join(known.__name__ for known in ELEMENTWISE)
         )
     _swap_in(optimizer)
-    closure = kwargs.get("closure") if "closure" in kwargs else args[1] if len(args) > 1 else None
     if closure is None:
         return None
     outside = _outside(optimizer, closure)
     return (args, {**kwargs, "closure": outside}) if "closure" in kwargs else ((args[0], outside, *args[2:]), kwargs)
+
+
+def _needs_closure(kind: type[Optimizer]) -> bool:
+    parameter = inspect.signature(kind.step).parameters.get("closure")
+    return parameter is not None and parameter.default is inspect.Parameter.empty
 
 
 def _after(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:

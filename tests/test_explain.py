@@ -107,6 +107,8 @@ def test_an_explanation_holds_no_model() -> None:
         ({"shard": "zero3", "peak_bytes": 70 * 10**9}, "is as fast, but takes more memory"),
         ({"shard": "zero3"}, "is as fast"),
         ({"step_seconds": 1.0, "shard": "zero3"}, "is 20 % faster: the search missed it"),
+        ({"step_seconds": 1.243, "shard": "zero3"}, "is as fast within the solver's gap"),
+        ({"step_seconds": 1.243, "ranks": 1}, "is 0.6 % faster: gpus=1 does better"),
         ({"step_seconds": 1.0, "ranks": 1}, "is 20 % faster: gpus=1 does better"),
     ],
 )

@@ -23,6 +23,7 @@ from partitioner.errors import (
 )
 from partitioner.passes.capture import capture
 from partitioner.passes.trained import trained
+from tests import ranks as pool
 
 mse = nn.functional.mse_loss
 X, Y = torch.ones(16, 8), torch.ones(16, 4)
@@ -75,6 +76,9 @@ def frozen() -> nn.Module:
         (lambda: plan(memory="1.5"), PartitionerError, "'1.5' is no amount of memory"),
         (lambda: plan(memory="plenty"), PartitionerError, '"16GB"'),
         (lambda: plan(memory=-1), PartitionerError, "between 1 byte"),
+        (lambda: plan(gpus="2 h100-sxm", memory="80GiB"), ConstraintError, "85,899,345,920 bytes a device, but 2 h100-sxm .* have 84,900,000,000"),
+        (lambda: plan(gpus=2, memory=2**50), ConstraintError, r"1,125,899,906,842,624 bytes a device, but 2 .* have \d"),
+        (lambda: plan(nn.Sequential(nn.LazyLinear(4))), CaptureError, "parameter 0.weight has no shape yet .* Run the model once on an example"),
         (lambda: plan(constraints={"dp": 3}), ConstraintError, "gpus=3"),
         (lambda: plan(constraints={"micro_batches": 9}), BatchError, "micro_batches=8 or fewer"),
         (lambda: plan(constraints={"shard": "none", "checkpoint": "none", "micro_batches": 1}, memory=1400), InfeasibleError, "pinned: .*shard=none"),
@@ -172,6 +176,27 @@ def test_an_edited_plan_is_priced_anew(good: Plan) -> None:
         plan(plan=good, memory=good.predicted.peak_bytes - 1)
 
 
+def test_a_plan_has_an_optimizer_and_a_cap_of_its_own() -> None:
+    made = plan(optimizer="sgd", memory="1MB")
+    followed = plan(plan=made)
+    assert (followed.optimizer, followed.memory_bytes, followed.predicted) == ("sgd", 1_000_000, made.predicted)
+    assert plan(plan=made, optimizer="sgd", memory=1_000_000) == followed
+    with pytest.raises(PlanError, match="optimizer='adamw' was given, but the plan was made for 'sgd'; leave optimizer out"):
+        plan(plan=made, optimizer="adamw")
+    with pytest.raises(PlanError, match="memory='2MB' was given, but the plan was made for 1000000; leave memory out"):
+        plan(plan=made, memory="2MB")
+    parallel = auto_parallelize(Own(), 1, example_inputs=(X,), loss=mse, example_targets=Y, plan=plan(gpus="1 cpu-local", optimizer="sgd"))
+    optimizer = torch.optim.AdamW(parallel.parameters())
+    parallel.train_step(X, targets=Y)
+    with pytest.warns(UserWarning, match='more than optimizer="sgd", which memory was planned for'):
+        optimizer.step()
+
+
+def test_the_missing_part_of_the_call_is_named(good: Plan) -> None:
+    with pytest.raises(PlanError, match=r"for Own with args\[0\], targets, but here there are args\[0\], so its loss and .* missing"):
+        plan(plan=good, loss=None, example_targets=None)
+
+
 def test_the_wrong_plan_is_named(good: Plan) -> None:
     with pytest.raises(PlanError, match="for 2 ranks, but gpus asks for 3"):
         plan(gpus="3 cpu-local", plan=good)
@@ -181,6 +206,24 @@ def test_the_wrong_plan_is_named(good: Plan) -> None:
         plan(Own().eval(), plan=good)
     with pytest.raises(ConstraintError, match="leave one of them out"):
         plan(plan=good, constraints={"shard": "zero1"})
+
+
+def called_itself() -> str:
+    torch.manual_seed(0)
+    model = Own()
+    given: dict[str, Any] = {"example_inputs": (X,), "loss": mse, "example_targets": Y, "constraints": {"shard": "zero3"}, "verify": False}
+    parallel = auto_parallelize(model, "2 cpu-local", **given)  # nothing is timed
+    with pytest.raises(InputError) as caught:
+        model(X)
+    parallel.train_step(X[:4], targets=Y[:4])  # another capture
+    assert parallel.eval()(X).shape == Y.shape
+    assert torch.equal(parallel.train()(X), parallel(X))
+    return str(caught.value)
+
+
+def test_the_model_that_was_parallelized_says_what_to_call_instead() -> None:
+    for text in pool.run(2, called_itself, group=False):
+        assert text.startswith("the model was called itself") and "of 'linear.weight' this rank" in text and "parallel.train_step" in text
 
 
 def test_what_a_loss_can_teach() -> None:

@@ -207,12 +207,19 @@ def _refused() -> list[str]:
                     optimizer.step()
             except OptimizerError as error:
                 texts.append(str(error))
+        try:
+            made[1].step()
+        except OptimizerError as error:
+            texts.append(str(error))
     return texts
 
 
 def test_optimizers_that_cannot_step_on_rows_are_refused_and_name_the_way_out() -> None:
     texts = pool.run(2, _refused)[1]
-    assert len(texts) == 6  # with shard "none" all three work
+    assert len(texts) == 9
+    for bare in texts[::4]:
+        assert bare.startswith("LBFGS.step was called without the closure") and "optimizer.step(closure)" in bare
+    del texts[::4]  # with shard "none" the other three work
     for own, quasi_newton, early in (texts[:3], texts[3:]):
         assert own.startswith("Own was given 'weight'") and '{"shard": "none"}' in own and "AdamW" in own
         assert quasi_newton.startswith("LBFGS was given 'weight'")

@@ -209,6 +209,9 @@ def test_a_plan_prints_on_one_screen() -> None:
     assert "peak 61.2 GB of 80.0 GB (76 %)" in text
     assert "gap 25 %" in text
     assert "aten.sort.stable x3 in router at moe.py:88 in forward: no rule" in text
+    assert "SHARED OUT" not in text
+    alone = str(plan_of(batch=Batch(rows=None))).split("\n")
+    assert "NOT SHARED OUT: no dim with a row for each of 4 ranks was found, so every rank computes all of it" in alone[2]
     blocks = tuple(BlockPlan(label=f"stage.{i}." + "x" * 200, block_class="layer" if i % 2 else "embed", saved="all") for i in range(300))
     awful = plan_of(
         blocks=blocks,
