@@ -35,7 +35,7 @@ Fault = Callable[[], object]
 
 _stepped = 0.0
 _context = multiprocessing.get_context("forkserver")
-_context.set_forkserver_preload([__name__])
+_context.set_forkserver_preload([__name__, "torch._dynamo"])  # the first DTensor imports it, in two seconds
 
 
 @dataclass(frozen=True)

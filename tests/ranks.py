@@ -156,7 +156,7 @@ def _new_store() -> TCPStore:
 
 
 class Pool:
-    """Worker processes 0 … size-1, started when first needed."""
+    """Worker processes 0 … size-1, each started when first needed."""
 
     def __init__(self, size: int = MOST_RANKS) -> None:
         self.size = size
@@ -175,7 +175,7 @@ class Pool:
         """
         if not 1 <= ranks <= self.size:
             raise ValueError(f"{ranks} ranks asked of a pool of {self.size}")
-        self._start()
+        self._start(ranks)
         self._number += 1
         if not group:
             self._launch = _new_store()  # the place where the ranks meet must be empty
@@ -201,16 +201,15 @@ class Pool:
     def pids(self) -> list[int | None]:
         return [worker.pid for worker in self._workers]
 
-    def _start(self) -> None:
-        if self._workers and all(worker.is_alive() for worker in self._workers):
-            return
-        self.close()
-        self._store = _new_store()
+    def _start(self, ranks: int) -> None:
+        if not all(worker.is_alive() for worker in self._workers):
+            self.close()
+        self._store = self._store or _new_store()
         context = multiprocessing.get_context("spawn")
         before = os.environ.get("OMP_NUM_THREADS")
         os.environ["OMP_NUM_THREADS"] = "1"
         try:
-            for rank in range(self.size):
+            for rank in range(len(self._workers), ranks):
                 here, there = context.Pipe()
                 worker = context.Process(
                     target=_serve, args=(rank, there, str(self._stack(rank)), self._store.port), daemon=True, name=f"rank {rank}"
