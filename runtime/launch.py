@@ -120,6 +120,7 @@ def _group(device: torch.device, seconds: float) -> dist.ProcessGroup:
     assert world is not None
     if world in _own:
         return _own[world]
+    watch.sweep()
     store = dist.distributed_c10d._get_default_store()
     rank, ranks = dist.get_rank(), dist.get_world_size()
     mark = meet(PrefixStore("partitioner", store), rank, ranks, START_SECONDS)

@@ -247,6 +247,14 @@ def attach(watch: Watch, group: dist.ProcessGroup) -> None:
     weakref.finalize(group, watch.close)
 
 
+def sweep() -> None:
+    """Close the watches of groups that were destroyed and yet live on: torch's caches of DTensor operations may hold them for ever."""
+    for group, watch in list(_watches.items()):
+        if group not in dist.distributed_c10d._world.pg_map:
+            watch.close()
+            del _watches[group]
+
+
 def share(watch: Watch, group: dist.ProcessGroup) -> None:
     """Let `watch` stand for a smaller group of its ranks as well."""
     _watches[group] = watch

@@ -315,6 +315,19 @@ def test_a_rank_that_dies_at_such_work_is_named() -> None:
         assert (end.kind, end.ranks) == ("PeerError", (0,)) and "rank 0 is gone" in end.text and "for what rank 0 decides" in end.text
 
 
+_kept: list[Any] = []
+
+
+def keep_the_group() -> int:
+    """How many threads of this process watch, where something holds the group of an earlier launch (torch's caches of DTensor operations may)."""
+    _kept.append(launch.join(2).group)
+    return sum(thread.name == "partitioner-watch" for thread in threading.enumerate())
+
+
+def test_a_group_that_was_destroyed_is_not_watched_at_the_next_launch() -> None:
+    assert [pool.run(2, keep_the_group) for _ in range(3)] == [[1, 1]] * 3
+
+
 @pytest.mark.parametrize("beats", [True, False])
 def test_where_the_backend_does_not_end_a_wait_the_watch_does(beats: bool) -> None:
     """As on NCCL: the main thread hangs in a step, its peer stays behind or is gone, and the group is aborted."""
