@@ -6,6 +6,7 @@ NCCL runs what a communicator is given one after the other, so that there every 
 stage and receives from it must not wait for one before the other. On gloo messages of one pair of ranks and direction arrive in the order sent.
 """
 
+import weakref
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -19,6 +20,9 @@ from partitioner.runtime import watch
 from partitioner.runtime.launch import Ranks, peer_seconds
 from partitioner.runtime.program import Wire
 from partitioner.runtime.wire import Handle, guarded
+
+# The groups that were made of the ranks of a larger one; they end with that.
+_made: "weakref.WeakKeyDictionary[dist.ProcessGroup, dict[tuple[int, ...], dist.ProcessGroup]]" = weakref.WeakKeyDictionary()
 
 
 @dataclass(frozen=True)
@@ -113,11 +117,15 @@ def _bits(tensor: Tensor) -> Tensor:
 
 
 def _group(world: Ranks, ranks: list[int]) -> dist.ProcessGroup:
-    """A group of some ranks, watched as that of all is."""
+    """A group of some ranks in this order, watched as that of all is; made once."""
     assert world.group is not None
+    made = _made.setdefault(world.group, {})
+    if tuple(ranks) in made:
+        return made[tuple(ranks)]
     first = [dist.get_global_rank(world.group, rank) for rank in ranks]
     patience: dict[str, timedelta] = {} if world.device.type == "cuda" else {"timeout": timedelta(seconds=peer_seconds())}
     group: dist.ProcessGroup = dist.new_group(first, group_desc="partitioner stages", **patience)  # type: ignore[arg-type]
     if world.rank in ranks and (watching := watch.of(world.group)) is not None:
         watch.share(watching, group)
+    made[tuple(ranks)] = group
     return group
