@@ -26,7 +26,7 @@ _CORRECTIONS = 5
 def choose(task: Callable[[int], Task], stages: Sequence[int]) -> Verdict:
     """The first verdict that fits, over meshes of so many `stages`; `task(n)` is the question for n.
 
-    Gradients cannot come back through outputs of a pipeline, nor rows from ranks, so it is taken by itself only where nothing fits without.
+    Gradients cannot come back through the outputs of a pipeline, so it is taken by itself only where nothing fits without.
     Raises the InfeasibleError of the first mesh where none fits.
     """
     refused: InfeasibleError | None = None

@@ -136,7 +136,6 @@ class ParallelModule(nn.Module):
         Ranks may bring different numbers of rows, none even: rows move to where an even share of them is computed, or nowhere if each brings that
         (see `sampler`). Inputs without a batch dim are passed whole, the same on every rank. Raises what train_step does, on every rank.
         """
-        self._without_stages("train_step_local")
         try:
             leaves = self._on_device(self._checked("step", args, kwargs, targets))
             rows = rows_in(leaves, self._batch)
@@ -148,12 +147,13 @@ class ParallelModule(nn.Module):
         if not sum(counts):
             raise InputError("no rank has brought a row, so there is nothing to compute; pass some rows")
         executor = self._executor("step", whole(leaves, self._batch, sum(counts)), grad=True, alike=False)
-        uncut = executor.program.total is None  # fewer rows than ranks: all compute all of them
+        # Fewer rows than ranks: all compute all of them. Stages: the rows of a share are needed on all of them.
+        uncut = executor.program.total is None or self._pipe is not None
         given = {
             path: hand_over(leaf, self._batch[path], counts, uncut, self._peers) if path in self._batch and isinstance(leaf, Tensor) else leaf
             for path, leaf in leaves.items()
         }
-        return self._step(executor, given, own_rows=True)
+        return self._step(executor, given, own_rows=self._pipe is None)
 
     def sampler(self, dataset: Any, *, batch_rows: int | None = None, shuffle: bool = False, seed: int = 0) -> RowSampler:
         """Deals the rows of a dataset to the ranks: `DataLoader(dataset, batch_sampler=parallel.sampler(dataset))` feeds train_step_local.
@@ -161,7 +161,6 @@ class ParallelModule(nn.Module):
         batch_rows: rows of the global batch; None: those it was planned with. All ranks see as many batches, each row comes once an epoch; with
         shuffle in another order each epoch, if `set_epoch(epoch)` is called. Raises InputError for a dataset without a length.
         """
-        self._without_stages("sampler")
         if batch_rows is None:
             batch_rows = self._planned_rows
         if batch_rows is None:
@@ -241,13 +240,6 @@ class ParallelModule(nn.Module):
         raise PartitionerError(_NO_COPY)
 
     # Inside
-
-    def _without_stages(self, verb: str) -> None:
-        if self._pipe is not None:
-            raise PartitionerError(
-                f"parallel.{verb} is not available yet for a plan with {self._pipe.count} pipeline stages; give every rank the global batch and call "
-                "parallel.train_step(…)"
-            )
 
     def _leaves(self, mode: Mode, args: tuple[Any, ...], kwargs: dict[str, Any], targets: Any) -> dict[str, Any]:
         """path -> leaf, checked, tensors on this rank's device."""

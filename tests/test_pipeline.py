@@ -315,6 +315,39 @@ def test_uneven_and_short_batches_ties_clipping_and_outputs_equal_one_process(ra
         assert predicted == measured
 
 
+def own_rows(pp: int) -> tuple[list[float], dict[str, Tensor]]:
+    """Each rank brings rows of its own, ranks unequally many."""
+    torch.manual_seed(3)
+    model, ranks, rank = stack(4).double(), dist.get_world_size(), dist.get_rank()
+    x = torch.randn(12, 8, dtype=torch.float64)
+    parallel = auto_parallelize(model, gpus=ranks, example_inputs=(x,), loss=square, constraints={"pp": pp, "micro_batches": 2})
+    optimizer = torch.optim.SGD(parallel.parameters(), lr=0.1)
+    borders, losses = [0, 5, 6, 10, 12] if ranks == 4 else [0, 5, 12], []
+    for _ in range(2):
+        losses.append(parallel.train_step_local(x[borders[rank] : borders[rank + 1]]).item())
+        optimizer.step()
+        optimizer.zero_grad()
+    return losses, parallel.full_state_dict()
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_rows_that_ranks_bring_are_the_global_batch_of_all_stages(ranks: int) -> None:
+    torch.manual_seed(3)
+    model, losses = stack(4).double(), []
+    x = torch.randn(12, 8, dtype=torch.float64)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for _ in range(2):
+        loss = square(model(x))
+        loss.backward()  # type: ignore[no-untyped-call]
+        losses.append(loss.item())
+        optimizer.step()
+        optimizer.zero_grad()
+    for found, state in run(ranks, own_rows, 2):
+        assert found == pytest.approx(losses, rel=1e-12)
+        for name, value in model.state_dict().items():
+            torch.testing.assert_close(state[name], value, rtol=1e-9, atol=1e-12)
+
+
 def with_batchnorm() -> tuple[list[float], dict[str, Tensor]]:
     torch.manual_seed(4)
     model, x = Skip().double(), torch.randn(8, 8, dtype=torch.float64)
