@@ -41,30 +41,37 @@ def load_checkpoint(path: PathLike, model: nn.Module, optimizer: Optimizer | Non
     """
     if any(isinstance(parameter, DTensor) for parameter in model.parameters()):
         raise CheckpointError("the model's parameters are cut over ranks; write parallel.load(path, optimizer) on every rank")
+    for name, tensor in parts.model_state(model).tensors.items():
+        if tensor.is_meta:
+            raise CheckpointError(f"{name!r} of the model is on the meta device and cannot be filled; write model.to_empty(device=…) first")
     device = next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
     return load(path, model, optimizer, Peers(), device)
 
 
 def save(path: PathLike, module: nn.Module, optimizer: Optimizer | None, step: int, plan: str, peers: Peers, device: torch.device) -> Path:
-    """Write a new version into the folder `path` and return it. plan: its text, or "". Collective."""
+    """Write a new version into the folder `path` and return it. plan: its text, or "". Parameters on `meta` are those of other stages. Collective."""
     folder = Path(path)
 
     collected: list[tuple[Manifest, dict[str, Tensor]]] = []
 
-    def collect() -> str:
+    def collect() -> tuple[str, parts.StateOf]:
         state = parts.model_state(module)
-        record, moments = (None, {}) if optimizer is None else parts.optimizer_state(optimizer, module)
+        record, of_each, moments = (None, {}, {}) if optimizer is None else parts.optimizer_state(optimizer, module)
         skeleton = Manifest(format=FORMAT, step=step, ranks=peers.ranks, tensors={}, values=state.values)
         skeleton = skeleton.model_copy(update={"aliases": state.aliases, "optimizer": record})  # their tensors come later
         tensors = {f"model/{name}": tensor.detach() for name, tensor in state.tensors.items()}
         collected.append((skeleton, {**tensors, **moments, **parts.random_state(peers.rank, device)}))
-        return hashlib.sha256(f"{os.fspath(path)} {skeleton.model_dump_json()}".encode()).hexdigest()
+        return hashlib.sha256(f"{os.fspath(path)} {skeleton.model_dump_json()}".encode()).hexdigest(), of_each
 
-    if len(set(peers.together(collect))) > 1:
+    told = peers.together(collect)
+    of_all = parts.joined([of_each for _, of_each in told])
+    if len({digest for digest, _ in told}) > 1 or of_all is None:
         raise CheckpointError(
             "the ranks save different things: another path, optimizer, learning rate or number of steps; call save alike on every rank"
         )
     skeleton, tensors = collected[0]
+    if skeleton.optimizer is not None:
+        skeleton = skeleton.model_copy(update={"optimizer": skeleton.optimizer.model_copy(update={"state": of_all})})
     writing = peers.first(lambda: files.begin(folder, step))
     try:
         peers.together(lambda: _seen(writing, peers.rank))

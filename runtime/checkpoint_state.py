@@ -1,7 +1,8 @@
 """What a checkpoint holds of a model, an optimizer and the random numbers, by name, and how it is put back.
 
 An optimizer's state is torch's own (`state` and `param_groups` of its state_dict), under the names of the parameters instead of numbers, so that it
-goes to any placement: of a cut parameter the optimizer keeps this rank's rows, which are saved as the shard that they are.
+goes to any placement: of a cut parameter the optimizer keeps this rank's rows, which are saved as the shard that they are. What other
+stages of a pipeline hold is on `meta` here: neither saved nor filled.
 """
 
 import json
@@ -15,11 +16,14 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from partitioner.errors import CheckpointError
-from partitioner.runtime.checkpoint_manifest import TENSOR, Entry, Group, OptimizerRecord
+from partitioner.runtime.checkpoint_manifest import TENSOR, Entry, Group, Number, OptimizerRecord
 from partitioner.runtime.shards import local
 
 _NAMED = 3  # names that an error lists
 _ORDER = "param_names"  # of an optimizer made from named_parameters; its own, not the checkpoint's
+
+StateOf = dict[str, dict[str, Number]]
+"""Parameter -> key of its optimizer state -> the number, or TENSOR."""
 
 
 @dataclass(frozen=True)
@@ -72,8 +76,6 @@ def match_model(state: ModelState, entries: Mapping[str, Entry], values: Mapping
             )
         if not torch.can_cast(entry.torch_dtype, tensor.dtype):
             raise CheckpointError(f"{where} holds {name!r} as {entry.dtype}, which cannot become the model's {tensor.dtype}")
-        if tensor.is_meta:
-            raise CheckpointError(f"{name!r} of the model is on the meta device and cannot be filled; write model.to_empty(device=…) first")
         targets[f"model/{alias}"] = tensor
     return targets
 
@@ -90,20 +92,23 @@ def names_of(module: nn.Module) -> dict[int, str]:
     return {id(parameter): name for name, parameter in module.named_parameters()}
 
 
-def optimizer_state(optimizer: Optimizer, module: nn.Module) -> tuple[OptimizerRecord, dict[str, Tensor]]:
-    """The optimizer by parameter names, and its tensors, rows of cut parameters as shards."""
+def optimizer_state(optimizer: Optimizer, module: nn.Module) -> tuple[OptimizerRecord, StateOf, dict[str, Tensor]]:
+    """The optimizer by parameter names without state, the state of every parameter that is held here, and its tensors, rows of cut ones as shards."""
     names = names_of(module)
     tensors: dict[str, Tensor] = {}
-    state: dict[str, dict[str, Any]] = {}
+    state: StateOf = {}
     for parameter in (parameter for group in optimizer.param_groups for parameter in group["params"]):
         name = _name(names, parameter, optimizer)
+        if parameter.is_meta:
+            continue
+        state[name] = {}
         for key, value in optimizer.state.get(parameter, {}).items():
             where = f"the optimizer's state {key!r} of {name!r}"
             if isinstance(value, Tensor):
                 tensors[f"optimizer/{key}/{name}"] = _as_placed(value, parameter, where)
-                state.setdefault(name, {})[key] = TENSOR
+                state[name][key] = TENSOR
             elif value is None or isinstance(value, (bool, int, float)):
-                state.setdefault(name, {})[key] = value
+                state[name][key] = value
             else:
                 raise CheckpointError(
                     f"{where} is a {type(value).__name__}, neither tensor nor number, and cannot be saved; save without the optimizer"
@@ -119,7 +124,17 @@ def optimizer_state(optimizer: Optimizer, module: nn.Module) -> tuple[OptimizerR
         )
         for group in optimizer.param_groups
     )
-    return OptimizerRecord(kind=kind_of(optimizer), groups=groups, state=state), tensors
+    return OptimizerRecord(kind=kind_of(optimizer), groups=groups, state={}), state, tensors
+
+
+def joined(states: Iterable[StateOf]) -> StateOf | None:
+    """The state that ranks have together; None where two that hold a parameter differ in it."""
+    found: StateOf = {}
+    for state in states:
+        for name, own in state.items():
+            if found.setdefault(name, own) != own:
+                return None
+    return {name: own for name, own in found.items() if own}
 
 
 def optimizer_targets(
@@ -146,7 +161,7 @@ def optimizer_targets(
     targets = {}
     for parameter in (parameter for group in optimizer.param_groups for parameter in group["params"]):
         name = names[id(parameter)]
-        for key, value in record.state.get(name, {}).items():
+        for key, value in record.state.get(name, {}).items() if not parameter.is_meta else ():
             if value == TENSOR:
                 entry = entries[f"optimizer/{key}/{name}"]
                 targets[f"optimizer/{key}/{name}"] = _empty(entry, parameter, f"{where}: the optimizer's state {key!r} of {name!r}")
@@ -170,7 +185,7 @@ def put_optimizer(
         groups.append({**options, "params": list(range(start, len(parameters)))})
     for number, parameter in enumerate(parameters):
         name = names[id(parameter)]
-        if name in record.state:
+        if name in record.state and not parameter.is_meta:
             values = {key: local(filled[f"optimizer/{key}/{name}"]) if value == TENSOR else value for key, value in record.state[name].items()}
             state[number] = values
     optimizer.load_state_dict({"state": state, "param_groups": groups})

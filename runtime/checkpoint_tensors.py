@@ -88,8 +88,9 @@ def read(targets: Mapping[str, Tensor], source: Source) -> None:
 
 
 def _present(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Without the tensors of which this rank has no rows."""
-    return {name: tensor for name, tensor in tensors.items() if not isinstance(tensor, DTensor) or local(tensor).numel()}
+    """Without the tensors of which this rank has no rows, or nothing at all."""
+    held = {name: tensor for name, tensor in tensors.items() if not tensor.is_meta}
+    return {name: tensor for name, tensor in held.items() if not isinstance(tensor, DTensor) or local(tensor).numel()}
 
 
 def _write_file(path: Path, plan: SavePlan, planner: DefaultSavePlanner) -> Written:

@@ -52,8 +52,13 @@ def adamw(model: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.AdamW(groups, lr=0.01)
 
 
-def place(model: nn.Module, ranks: int, shard: str) -> ParallelModule:
-    return auto_parallelize(model, gpus=ranks, example_inputs=(batch(0),), constraints={"shard": shard}, verify=False)
+Pins = str | dict[str, Any]
+"""Constraints, or the shard level alone."""
+
+
+def place(model: nn.Module, ranks: int, pins: Pins) -> ParallelModule:
+    constraints = {"shard": pins} if isinstance(pins, str) else pins
+    return auto_parallelize(model, gpus=ranks, example_inputs=(batch(0),), constraints=constraints, verify=False)
 
 
 def steps(model: Any, optimizer: torch.optim.Optimizer, numbers: Sequence[int]) -> list[float]:
@@ -73,10 +78,10 @@ def steps(model: Any, optimizer: torch.optim.Optimizer, numbers: Sequence[int]) 
     return losses
 
 
-def train_and_save(ranks: int, shard: str, folder: Path, numbers: Sequence[int], more: Sequence[int] = (), dropout: float = 0.0) -> list[float]:
+def train_and_save(ranks: int, pins: Pins, folder: Path, numbers: Sequence[int], more: Sequence[int] = (), dropout: float = 0.0) -> list[float]:
     """Train, save, and go on undisturbed; the losses after saving."""
     torch.manual_seed(5)
-    parallel = place(Model(dropout), ranks, shard)
+    parallel = place(Model(dropout), ranks, pins)
     optimizer = adamw(parallel)
     steps(parallel, optimizer, numbers)
     saved = parallel.save(folder, optimizer)
@@ -84,14 +89,14 @@ def train_and_save(ranks: int, shard: str, folder: Path, numbers: Sequence[int],
     return steps(parallel, optimizer, more)
 
 
-def load_and_train(ranks: int, shard: str, folder: Path, numbers: Sequence[int], save: bool = False, dropout: float = 0.0) -> list[float]:
+def load_and_train(ranks: int, pins: Pins, folder: Path, numbers: Sequence[int], save: bool = False, dropout: float = 0.0) -> list[float]:
     """Load into a model that starts elsewhere, and go on."""
     model = Model(dropout)
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.add_(1)
     torch.manual_seed(99)
-    parallel = place(model, ranks, shard)
+    parallel = place(model, ranks, pins)
     optimizer = adamw(parallel)
     assert parallel.load(folder, optimizer) > 0
     losses = steps(parallel, optimizer, numbers)

@@ -38,6 +38,63 @@ def test_a_run_goes_on_over_other_ranks_and_in_one_plain_process(tmp_path: Path)
         assert Plan.load(tmp_path / version / "plan.json").ranks == {3: 2, 5: 3}[done]
 
 
+STAGES = {"pp": 2, "dp": 2, "shard": "zero3"}
+INTERLEAVED = {"pp": 2, "schedule": "interleaved"}
+
+
+def test_a_run_goes_on_over_stages_and_back(tmp_path: Path) -> None:
+    expected = train_plain(range(9))
+    undisturbed = ranks.run(4, train_and_save, 4, STAGES, tmp_path, range(3), range(3, 5))
+    flat = ranks.run(3, load_and_train, 3, "zero1", tmp_path, range(3, 5), True)
+    staged = ranks.run(2, load_and_train, 2, INTERLEAVED, tmp_path, range(5, 7), True)
+    assert all(losses == pytest.approx(expected[3:5], rel=1e-12) for losses in [*undisturbed, *flat])
+    assert all(losses == pytest.approx(expected[5:7], rel=1e-12) for losses in staged)
+    model = Model()
+    optimizer = adamw(model)
+    assert load_checkpoint(tmp_path, model, optimizer) == 7
+    assert steps(model, optimizer, range(7, 9)) == pytest.approx(expected[7:], rel=1e-12)
+
+
+def read_by_stage(folder: Path) -> tuple[int, int, dict[str, Tensor]]:
+    """Load weights of every kind into a pipeline: elements read, elements that this stage holds, and the whole state."""
+    read: list[int] = []
+    parallel = place(Model(), 4, STAGES)
+    for path in (folder / "weights.pt", folder / "weights.safetensors"):
+        source = open_source(path)
+        original = source.slice
+
+        def spy(name: str, piece: Any, box: Any, original: Any = original) -> Tensor:
+            found: Tensor = original(name, piece, box)
+            read.append(found.numel())
+            return found
+
+        source.slice = spy  # type: ignore[method-assign]
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(checkpoint, "open_source", lambda path, source=source: source)
+            assert parallel.load(path) == 0
+    held = sum(local(tensor).numel() for tensor in {id(t): t for t in parallel.state_dict(keep_vars=True).values()}.values() if not tensor.is_meta)
+    with pytest.raises(CheckpointError, match="leave the optimizer out"):
+        parallel.load(folder / "weights.pt", adamw(parallel))
+    return sum(read), held, parallel.full_state_dict()
+
+
+def test_weights_of_others_go_into_stages(tmp_path: Path) -> None:
+    from safetensors.torch import save_file
+
+    model = Model()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.copy_(torch.randn_like(parameter))
+    state = model.state_dict()
+    torch.save(state, tmp_path / "weights.pt")
+    save_file({name: value.clone() for name, value in state.items() if name != "head.weight"}, tmp_path / "weights.safetensors")
+    results = ranks.run(4, read_by_stage, tmp_path)
+    for read, held, whole in results:
+        assert read == 2 * held
+        assert list(whole) == list(state) and all(torch.equal(whole[name], value) for name, value in state.items())
+    assert any(held < sum(value.numel() for value in state.values()) / 2 for _, held, _ in results)
+
+
 def test_dropout_masks_go_on_and_the_plain_run_saves_too(tmp_path: Path) -> None:
     undisturbed = ranks.run(2, train_and_save, 2, "none", tmp_path / "two", range(2), range(2, 4), 0.5)
     assert ranks.run(2, load_and_train, 2, "zero2", tmp_path / "two", range(2, 4), False, 0.5) == [pytest.approx(losses) for losses in undisturbed]
