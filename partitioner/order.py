@@ -7,9 +7,9 @@
 
 With `prefetch`, the next block's communication is issued before the current block runs, so that it travels beside the computation.
 
-In a pipeline a stage has turns (pipeline.py): a chunk's forward or backward on a micro-batch. What a turn needs of other stages is asked for
-before it, with `prefetch` one turn earlier, and what it gives is sent behind the block that computes it. Messages from one stage to another are
-asked for in the order in which they are sent. Kept units stay gathered from their first use to their last; TIE comes last.
+In a pipeline a stage has turns (pipeline.py): a chunk's forward or backward on a micro-batch. What a turn needs of other stages is asked for one
+turn earlier, for messages travel beside computation on any backend, and what it gives is sent behind the block that computes it. Messages from one
+stage to another are asked for in the order in which they are sent. Kept units stay gathered from their first use to their last; TIE comes last.
 """
 
 from bisect import bisect_right
@@ -152,7 +152,7 @@ class _Writer:
                 split = len(self.out)
             if use.turn != turn:
                 turn = use.turn
-                for number in range(turn, min(turn + 1 + self.order.prefetch, len(self.turns))):
+                for number in range(turn, min(turn + 2, len(self.turns))):
                     for message in self.needs[number]:
                         self._ask(message)
             self._use(use, position)
