@@ -147,8 +147,6 @@ def race(steps: int) -> dict[str, Any]:
     apart = max(((expected[name] - found[name]).abs().max() / expected[name].abs().max()).item() for name in both)
     seconds: dict[str, list[float]] = {name: [] for name in contenders}
     order, chance = list(contenders), random.Random(0)
-    if len(mine := sorted(os.sched_getaffinity(0))) >= RANKS:
-        os.sched_setaffinity(0, {mine[dist.get_rank()]})  # busy neighbours make a scheduler put two ranks on one core
     for turn in range(WARM + steps):
         chance.shuffle(order)
         for name in order:

@@ -4,7 +4,8 @@
     mul_2 = aten_mul__Tensor(mul_1, expand)
 
 The bits are the same, one storage less is live. The storage must be the function's own and whole: not an argument's (others may hold it), not
-returned, under no other live name, and laid out as the result would be.
+returned, under no other live name, and laid out as the result would be. Scalars are left alone: some losses (mse_loss, smooth_l1_loss, …) leave their
+sum in a storage as large as their input, which would be held for as long as the loss is.
 """
 
 from typing import Any
@@ -100,4 +101,4 @@ def _may_take(op: fx.Node, operand: fx.Node, dying: list[fx.Node], storage: dict
     if operand not in dying or which not in size or names[which] != 1 or list(op.args).count(operand) != 1:
         return False
     same = out.shape == val.shape and out.stride() == val.stride() and out.dtype == val.dtype and out.device == val.device
-    return same and not is_expanded(val) and val.numel() * val.itemsize == size[which]
+    return same and val.dim() > 0 and not is_expanded(val) and val.numel() * val.itemsize == size[which]

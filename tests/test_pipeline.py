@@ -395,3 +395,22 @@ def test_stages_keep_less_where_memory_binds_and_the_bound_holds() -> None:
     tight = make_plan(model, **asked, constraints=pins, memory=memory)  # type: ignore[arg-type]
     assert tight.predicted.peak_bytes <= memory < free.predicted.peak_bytes
     assert free.bound_seconds <= free.predicted.step_seconds <= tight.predicted.step_seconds * (1 + 1e-9)
+
+
+def with_targets() -> tuple[int, int]:
+    """Predicted and measured bytes where every micro-batch's loss is torch's, which leaves its sum in a storage as large as its input."""
+    x, mse = torch.randn(8, 8), nn.functional.mse_loss
+    constraints = {"pp": 2, "schedule": "gpipe", "micro_batches": 4}
+    parallel = auto_parallelize(stack(), gpus=2, example_inputs=(x,), loss=mse, example_targets=x, constraints=constraints)
+    optimizer = torch.optim.AdamW(parallel.parameters())
+    for _ in range(2):
+        loss = parallel.train_step(x, targets=x)  # kept until the optimizer has stepped, as is predicted
+        optimizer.step()
+        optimizer.zero_grad()
+        del loss
+    return parallel.plan.predicted.per_rank[dist.get_rank()].peak_bytes, parallel.measured.peak_bytes
+
+
+def test_losses_of_micro_batches_take_no_more_than_is_predicted() -> None:
+    for predicted, measured in run(2, with_targets):
+        assert predicted == measured
