@@ -2,9 +2,9 @@
 
     python -m benchmarks.fuzz [--files 10000] [--seed 0] [--json out/fuzz.json]
 
-Three quarters are mutations of real plan files (one planned here, one with every field), the rest of the cluster presets; a few are as large as
-files come. What is read is also printed, explained, compared and written again. Any other exception ends the run
-with its file. Seconds are of the processor, bytes the most that the process holds beyond what it held before a file. Exit status 1
+Three quarters are mutations of real plan files (one planned here, one with every field, one in stages), the rest of the cluster presets; a few
+are as large as files come. What is read is also printed, explained, compared and written again. Any other exception ends the run with its file.
+Seconds are of the processor, bytes the most that the process holds beyond what it held before a file. Exit status 1
 where a bar is missed.
 """
 
@@ -25,7 +25,7 @@ from hypothesis.strategies import SearchStrategy
 
 from tests.driver_models import planned
 from tests.hostile import cluster_files, plan_files, read_cluster, read_plan
-from tests.test_fuzz import PLAN
+from tests.test_fuzz import PLAN, STAGED
 
 SECONDS_BAR, BYTES_BAR = 1.0, 200 * 10**6
 Chunks = Callable[[], Iterable[bytes]]
@@ -115,7 +115,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         real = Path(folder) / "plan.json"
         planned(memory=100_000).save(real)
-        plans = [real.read_bytes(), PLAN]
+        plans = [real.read_bytes(), PLAN, STAGED]
         real.write_bytes(PLAN)
         assert read_plan(real)
         tally = Tally(Path(folder))

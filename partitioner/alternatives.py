@@ -3,7 +3,8 @@
     one device → DDP → ZeRO-1 → ZeRO-2 → ZeRO-3, each without and with full checkpointing, and in the fewest micro-batches that make it fit
 
 Every block takes the same decision in each of them, where the plan decides block by block. Then, where memory binds: what more of it would buy.
-All of it is made on demand, from what planning has prepared already; only the one device is prepared anew.
+All of it is made on demand, from what planning has prepared already; only the one device is prepared anew, and of a pipeline also all devices
+without stages.
 """
 
 import re
@@ -33,7 +34,7 @@ _SOLVER_SECONDS, _SOLVER_GAP, _CORRECTIONS = 1.0, 1e-2, 2
 
 @dataclass(frozen=True)
 class Alternatives:
-    """Explains one verdict. `again(ranks, in_time)` prepares the same capture for another number of ranks, or for micro-batches."""
+    """Explains one verdict. `again(ranks, in_time)` prepares the same capture for another number of ranks, or for micro-batches, without stages."""
 
     task: Task
     verdict: Verdict
@@ -42,6 +43,10 @@ class Alternatives:
     @cached_property
     def _fresh(self) -> dict[tuple[int, bool], Prepared]:
         return {}
+
+    @property
+    def _devices(self) -> int:
+        return self.task.ranks * self.task.stages
 
     @cached_property
     def explanation(self) -> Explanation:
@@ -64,21 +69,22 @@ class Alternatives:
         return max((trial.simulation for trial in trials), key=lambda simulation: simulation.peak_bytes)
 
     def _for(self, ranks: int) -> Task:
-        """The question for `ranks` ranks, answered from what this verdict was made of wherever that will do."""
+        """The question for `ranks` ranks without stages, answered from what this verdict was made of wherever that will do."""
         made, planned = self.verdict.prepared, self.verdict.choice.micro_batches
+        staged = self.task.stages > 1
 
         def prepared(micro_batches: int) -> Prepared:
             in_time = micro_batches > 1
-            if ranks == self.task.ranks and (ranks > 1 or in_time == (planned > 1)):
+            if not staged and ranks == self.task.ranks and (ranks > 1 or in_time == (planned > 1)):
                 return made
             if (ranks, in_time) not in self._fresh:
                 self._fresh[ranks, in_time] = self.again(ranks, in_time)
             return self._fresh[ranks, in_time]
 
-        return replace(self.task, ranks=ranks, prepared=prepared)
+        return replace(self.task, ranks=ranks, stages=1, prepared=prepared)
 
     def _all(self) -> Iterator[Alternative]:
-        for ranks in dict.fromkeys((1, self.task.ranks)):
+        for ranks in dict.fromkeys((1, self._devices)):
             task = self._for(ranks)
             for shard in SHARDS if ranks > 1 else SHARDS[:1]:
                 for checkpoint in CHECKPOINTS:
@@ -87,8 +93,8 @@ class Alternatives:
 
     def _ways(self, task: Task, shard: Shard, checkpoint: Literal["none", "full"]) -> Iterator[Alternative]:
         """In one micro-batch (or as many as were asked for), and in the fewest that make it fit where that does not."""
-        asked = self.task.constraints.micro_batches
-        alone = task.ranks < self.task.ranks
+        asked = self.task.constraints.micro_batches if self.task.stages == 1 else None  # of a pipeline they fill it
+        alone = task.ranks < self._devices
         count = 1 if alone or asked is None else asked
         verdict = _uniform(task, shard, checkpoint, count)
         yield _alternative(task, shard, checkpoint, verdict)
@@ -102,12 +108,14 @@ class Alternatives:
                 yield _alternative(task, shard, checkpoint, verdict)
 
     def _more_memory(self) -> Iterator[MoreMemory]:
-        """By rising memory, each a faster step than the one before."""
+        """By rising memory, each a faster step than the one before. Of a pipeline the same stages without a limit."""
         asked, planned = self.task.constraints.micro_batches, self.verdict.choice.micro_batches
-        task = self._for(self.task.ranks)
-        models = [Options(task, count) for count in dict.fromkeys((planned, planned if asked else max(1, planned // 2)))]
-        top = Options(task, asked or 1)
-        unlimited = top.verdict(top.quickest)
+        staged = self.task.stages > 1
+        task = self.task if staged else self._for(self.task.ranks)
+        counts = dict.fromkeys((planned, planned if asked else max(1, planned // 2)))
+        models = [Options(task, count) for count in counts] if not staged else []
+        top = Options(task, planned if staged else asked or 1)
+        unlimited = top.verdict(top.quickest, self.verdict.choice.pipeline) if staged else top.verdict(top.quickest)
         best = self.verdict.step_seconds
         if unlimited.peak_bytes <= task.capacity_bytes or unlimited.step_seconds > best * _WORTH:
             return

@@ -17,6 +17,7 @@ from partitioner.prepare import Prepared
 from partitioner.runtime.program import Program, Shard
 from partitioner.runtime.simulator import Simulation
 from partitioner.runtime.text import program_text
+from partitioner.runtime.timeline import Timeline
 from partitioner.trial import Trial, Verdict
 
 if TYPE_CHECKING:
@@ -45,7 +46,8 @@ class Lowered:
         """`functions.py`: every block class as Python; `rank_K.txt`: the program of each simulated rank."""
         (folder / "functions.py").write_text(self.source, encoding="utf-8")
         for program in self.programs:
-            (folder / f"rank_{program.rank}.txt").write_text(program_text(program), encoding="utf-8")
+            number = program.stage * program.ranks + program.rank
+            (folder / f"rank_{number}.txt").write_text(program_text(program), encoding="utf-8")
 
 
 def assemble(session: "Session", verdict: Verdict, alternatives: Alternatives) -> plans.Plan:
@@ -72,7 +74,8 @@ def assemble(session: "Session", verdict: Verdict, alternatives: Alternatives) -
         )
     tried = {(trial.program.stage, trial.program.rank): trial for trial in verdict.trials}
     # ranks between the first and the last of a stage hold no more rows than the first
-    predictions = [_prediction(tried.get((stage, rank), tried[stage, 0])) for stage in range(session.stages) for rank in range(session.dp)]
+    told = {place: _prediction(trial) for place, trial in tried.items()}
+    predictions = [told.get((stage, rank), told[stage, 0]) for stage in range(session.stages) for rank in range(session.dp)]
     leaves = tuple(
         plans.BatchLeaf(path=described.name, **_where(cut))
         for described, cut in zip(prepared.placed.graph.inputs, prepared.placed.cuts, strict=True)
@@ -113,7 +116,14 @@ def assemble(session: "Session", verdict: Verdict, alternatives: Alternatives) -
 def _prediction(trial: Trial) -> plans.RankPrediction:
     simulation = trial.simulation
     kinds = {kind: count for kind, count in simulation.peak.by_kind.items() if count}
-    return plans.RankPrediction(step_seconds=simulation.step_seconds, peak_bytes=simulation.peak_bytes, breakdown=kinds)
+    timeline = Timeline.of(trial.program, simulation)
+    return plans.RankPrediction(
+        step_seconds=simulation.step_seconds,
+        peak_bytes=simulation.peak_bytes,
+        compute_seconds=timeline.busy.get("compute", 0.0),
+        bubble_seconds=timeline.bubble_seconds if trial.program.stages > 1 else 0.0,
+        breakdown=kinds,
+    )
 
 
 def _where(cut: Cut | None) -> dict[str, int]:

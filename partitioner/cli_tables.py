@@ -30,7 +30,8 @@ def _streams(plan: Plan) -> dict[int, dict[str, float]]:
         return {}
     from partitioner.draw_timeline import simulated
 
-    return {timeline.rank: timeline.busy for timeline in simulated(plan)}
+    each = plan.ranks // plan.stages
+    return {timeline.stage * each + timeline.rank: timeline.busy for timeline in simulated(plan)}
 
 
 def table(plan: Plan) -> Table:
@@ -38,7 +39,8 @@ def table(plan: Plan) -> Table:
     entries = data(plan)
     streams = list(dict.fromkeys(stream for entry in entries for stream in entry.get("busy_seconds", {})))
     made = _table(f"a step of {printable(plan.model)}: {format_seconds(plan.predicted.step_seconds)}")
-    for name in ("rank", "step", *streams, "peak memory", "of the cap"):
+    stages = plan.stages > 1
+    for name in ("rank", *(["stage"] if stages else []), "step", *streams, *(["bubble"] if stages else []), "peak memory", "of the cap"):
         made.add_column(name, justify="left" if name == "rank" else "right", no_wrap=True)
     made.add_column("at the peak")
     for entry in entries:
@@ -47,8 +49,10 @@ def table(plan: Plan) -> Table:
         busy = entry.get("busy_seconds", {})
         made.add_row(
             f"{entry['first_rank']}" + (f" … {last}" if entry["ranks"] > 1 else ""),
+            *([f"{entry['first_rank'] * plan.stages // plan.ranks}"] if stages else []),
             format_seconds(entry["step_seconds"]),
             *(format_seconds(busy[stream]) if stream in busy else "" for stream in streams),
+            *([format_seconds(entry["bubble_seconds"])] if stages else []),
             format_bytes(entry["peak_bytes"]),
             percent(entry["peak_bytes"] / plan.capacity_bytes) if plan.capacity_bytes else "",
             ", ".join(f"{format_bytes(size)} {printable(kind)}" for size, kind in parts),

@@ -6,6 +6,7 @@ from typing import Any
 from partitioner.errors import PlanError
 from partitioner.plan import BlockPlan, Plan
 from partitioner.quantities import format_bytes, format_seconds
+from partitioner.stage_facts import interleaves, place_of
 from partitioner.wording import Text, change, counted, fitted, span, wrapped
 
 WIDTH = 100
@@ -85,6 +86,7 @@ def _decisions(plan: Plan) -> dict[str, Any]:
     return {
         "model": plan.model + ("" if not plan.fingerprint else f" ({plan.fingerprint[:8]})"),
         "mesh": " x ".join(f"{axis} {size}" for axis, size in plan.mesh.items()),
+        "schedule": plan.schedule if plan.stages > 1 else "none",
         "devices": f"{cluster.nodes}x{cluster.devices_per_node} {cluster.name}",
         "memory": plan.capacity_bytes,
         "optimizer": plan.optimizer,
@@ -104,12 +106,14 @@ def _figures(name: str, before: Plan, after: Plan) -> tuple[float, float]:
 def _blocks(before: Plan, after: Plan) -> tuple[list[BlockChange], int]:
     """Blocks are paired by label; a label that returns is paired turn by turn."""
     old, new = _labelled(before), _labelled(after)
+    staged = before.stages > 1 and after.stages > 1  # else the mesh says it
+    chunks = interleaves(before) and interleaves(after)
     keys = [*old, *(key for key in new if key not in old)]
     changes: list[BlockChange] = []
     equal, adjacent = 0, False
     for key in keys:
-        one = _decision(before, old[key]) if key in old else None
-        other = _decision(after, new[key]) if key in new else None
+        one = _decision(before, old[key], staged, chunks) if key in old else None
+        other = _decision(after, new[key], staged, chunks) if key in new else None
         if _told(one) == _told(other):
             equal, adjacent = equal + 1, False
             continue
@@ -131,15 +135,17 @@ def _labelled(plan: Plan) -> dict[tuple[str, int], BlockPlan]:
     return blocks
 
 
-def _decision(plan: Plan, block: BlockPlan) -> dict[str, Any]:
+def _decision(plan: Plan, block: BlockPlan, staged: bool, chunks: bool) -> dict[str, Any]:
     saved = plan.classes[block.block_class].saved_sets[block.saved]
     shard = block.shard + (" kept" if block.keep_gathered and block.shard == "zero3" else "")
-    return {"shard": shard, "saved": sorted(saved.values), "saved_bytes": saved.bytes, "keepable": saved.keepable}
+    return {"shard": shard, "saved": sorted(saved.values), "saved_bytes": saved.bytes, "keepable": saved.keepable} | (
+        {"place": place_of(plan, block, chunks)} if staged else {}
+    )
 
 
-def _told(decision: dict[str, Any] | None) -> tuple[Any, Any] | None:
+def _told(decision: dict[str, Any] | None) -> tuple[Any, ...] | None:
     """What was decided; bytes are those of a micro-batch, and follow from that."""
-    return None if decision is None else (decision["shard"], decision["saved"])
+    return None if decision is None else (decision["shard"], decision["saved"], decision.get("place"))
 
 
 def _run(run: BlockChange) -> list[str]:
@@ -150,6 +156,8 @@ def _run(run: BlockChange) -> list[str]:
     told = []
     if run.before["shard"] != run.after["shard"]:
         told.append(f"{run.before['shard']} → {run.after['shard']}")
+    if run.before.get("place") != run.after.get("place"):
+        told.append(f"{run.before['place']} → {run.after['place']}")
     if run.before["saved"] != run.after["saved"]:
         told.append(f"{_saves(run.before)} → {_saves(run.after).removeprefix('saves ')}")
     return wrapped(f"  {name}: {'; '.join(told)}", WIDTH, 4)

@@ -2,7 +2,7 @@
 
 import operator
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 
 from torch import Tensor, fx
@@ -62,10 +62,20 @@ def unit_traffic(program: Program) -> dict[int, dict[str, tuple[int, int]]]:
     """Per unit, per instruction that communicates (GATHER, REFRESH, REDUCE): how often a step, and bytes each time."""
     traffic: dict[int, dict[str, tuple[int, int]]] = {}
     for instruction in program.instructions:
-        if instruction.unit is not None and instruction.op != "FREE":
+        if instruction.unit is not None and instruction.op in ("GATHER", "REFRESH", "REDUCE"):
             times, _ = traffic.setdefault(instruction.unit, {}).get(instruction.op, (0, 0))
             traffic[instruction.unit][instruction.op] = (times + 1, instruction.bytes)
     return traffic
+
+
+def sent_bytes(program: Program, blocks: Collection[int]) -> dict[int, int]:
+    """Other stage -> bytes of the values that these blocks send there in forward, of the first micro-batch."""
+    made = {name for number in blocks for name in program.call_of[number].writes}
+    sent: dict[int, int] = {}
+    for instruction in program.instructions:
+        if instruction.op == "SEND" and not instruction.mb and instruction.value in made and instruction.stage is not None:
+            sent[instruction.stage] = sent.get(instruction.stage, 0) + instruction.bytes
+    return dict(sorted(sent.items()))
 
 
 def _made(replay: Replay, rows: int) -> Mapping[int, int]:

@@ -6,6 +6,8 @@ kB   └──────┬───────┘          │
             ▼ 262 kB           │
      ┌──────────────┐          │
      │ head         │◄─────────┘
+
+Where a pipeline is cut a line runs across, with the stage that follows and what the one above sends.
 """
 
 from dataclasses import dataclass
@@ -19,6 +21,9 @@ from partitioner.plan import Plan
 from partitioner.quantities import format_bytes
 
 WIDTH, PAD, LINE, GAP, MARGIN, PORT, LANE = 330.0, 8.0, 11.5, 24.0, 20.0, 12.0, 9.0
+CUT = 34.0
+"""Points that a cut between stages takes above the box that follows it."""
+
 SMALL = 7.5
 _CHIPS = {"none": (PAPER, INK), "zero1": ("#e3e9f3", INK), "zero2": (COLORS["optimizer state"], INK), "zero3": (COLORS["parameters"], PAPER)}
 _SHARDS = (
@@ -72,8 +77,10 @@ def graph_canvas(plan: Plan) -> Canvas:
     right = left + WIDTH + stub + LANE * (max(lanes.values(), default=-1) + 1)
     header = _header(plan, lowered is not None)
     width = max(right, left + legend_width(_LEGEND), left + _chips_width(), left + max(text_width(text, 8.5) for text in header[1:])) + MARGIN
+    cuts = {chunk.first for chunk in shown.chunks}
     tops, heights, y = [], [], MARGIN + 30 + 13 * len(header[1:])
-    for box, some, about in zip(shown.boxes, ports, lines, strict=True):
+    for at, (box, some, about) in enumerate(zip(shown.boxes, ports, lines, strict=True)):
+        y += CUT if at in cuts else 0
         tops.append(y)
         heights.append(max(PAD + 10 + LINE * len(about) + (8 if _bar(box, most) else 0) + PAD, PORT * len(some) + 10))
         y += heights[-1] + GAP
@@ -81,6 +88,7 @@ def graph_canvas(plan: Plan) -> Canvas:
     canvas.text(left, MARGIN + 12, fitted(header[0], width - left - MARGIN, 13, True), 13, bold=True)
     for at, text in enumerate(header[1:]):
         canvas.text(left, MARGIN + 28 + 13 * at, text, 8.5, QUIET)
+    _cuts(canvas, shown, tops, left, width - MARGIN)
     _folds(canvas, shown, tops, heights, left)
     for box, about, top, height in zip(shown.boxes, lines, tops, heights, strict=True):
         _box(canvas, box, about, (left, top, WIDTH, height), most)
@@ -207,6 +215,27 @@ def _box(canvas: Canvas, box: Box, lines: list[Line], place: tuple[float, float,
         canvas.boxes([(x + PAD, at + 6, whole * min(1.0, box.saved.bytes / box.saved.keepable_bytes), 4)], COLORS["saved values"])
 
 
+def _cuts(canvas: Canvas, shown: Picture, tops: list[float], left: float, right: float) -> None:
+    """Above each stage a line, its number, and what goes on from it."""
+    for chunk in shown.chunks:
+        y = tops[chunk.first] - CUT / 2 - 2
+        canvas.line([(MARGIN, y), (right, y)], INK, 0.8, dashed=True)
+        name = f"stage {chunk.stage}"
+        canvas.text(left, y + 11, name, 9, bold=True)
+        if chunk.sends:
+            words = "sends " + "; ".join(f"{size} to {', '.join(stages)}" for size, stages in _by_size(chunk.sends).items())
+            room = (WIDTH if chunk.first <= 1 else WIDTH / 2) - text_width(name, 9, True) - 14  # beside the arrow from the stage above
+            canvas.text(left + text_width(name, 9, True) + 6, y + 11, fitted(words, room, SMALL), SMALL, QUIET)
+
+
+def _by_size(sends: dict[int, int]) -> dict[str, list[str]]:
+    """Bytes in words -> the stages that so many go to."""
+    found: dict[str, list[str]] = {}
+    for stage, size in sends.items():
+        found.setdefault(format_bytes(size), []).append(str(stage))
+    return found
+
+
 def _folds(canvas: Canvas, shown: Picture, tops: list[float], heights: list[float], left: float) -> None:
     for fold in shown.folds:
         top, bottom = tops[fold.first], tops[fold.last] + heights[fold.last]
@@ -241,7 +270,9 @@ def _straight(canvas: Canvas, shown: Picture, tops: list[float], heights: list[f
         if size:
             bottom = tops[at] + heights[at] + _behind(shown, at)
             canvas.arrow([(x, bottom), (x, tops[at + 1])], QUIET, _thick(shown, size))
-            canvas.text(x + 6, (bottom + tops[at + 1]) / 2 + 2.5, format_bytes(size), SMALL, QUIET)
+            middle = (bottom + tops[at + 1]) / 2
+            cut = at + 1 in {chunk.first for chunk in shown.chunks}
+            canvas.text(x + 6, (tops[at + 1] - 5 if cut else middle + 2.5), format_bytes(size), SMALL, QUIET)
 
 
 def _chips_width() -> float:

@@ -10,9 +10,10 @@ from dataclasses import dataclass, field, replace
 import networkx as nx
 
 from partitioner.assemble import Lowered
-from partitioner.draw_facts import Ops, ops_of, unit_traffic, value_bytes
+from partitioner.draw_facts import Ops, ops_of, sent_bytes, unit_traffic, value_bytes
 from partitioner.plan import BlockPlan, Plan, SavedSet
 from partitioner.runtime.program import Call, Program
+from partitioner.schedules import stage_of
 
 _LONGEST_PERIOD = 12
 Traffic = dict[str, tuple[int, int]]
@@ -54,6 +55,16 @@ class Picture:
     boxes: tuple[Box, ...]
     folds: tuple[Fold, ...]
     wires: tuple["Wire", ...]
+    chunks: tuple["Chunk", ...] = ()  # of a pipeline, in order
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """A run of boxes from number `first` on that one pipeline stage runs. sends: other stage -> bytes that go there per micro-batch."""
+
+    first: int
+    stage: int
+    sends: dict[int, int] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -85,13 +96,16 @@ def folded(keys: Sequence[Hashable]) -> list[tuple[int, int, int]]:
 def picture(plan: Plan, lowered: Lowered | None) -> Picture:
     """Everything there is to draw; without programs the blocks and their decisions alone."""
     blocks = plan.blocks
-    keys = [(block.block_class, block.shard, block.keep_gathered, block.saved) for block in blocks]
-    program = lowered.programs[0] if lowered is not None else None
+    keys = [(block.block_class, block.shard, block.keep_gathered, block.saved, block.stage) for block in blocks]
+    stages = [] if lowered is None else [program for program in lowered.programs if program.rank == 0]
+    program = _joined(stages) if stages else None
     early = [] if program is None else [call for call in program.calls if call.label == "prologue"]
     boxes: list[Box] = [Box("prologue", call.number, call.number, reads=_reads(call)) for call in early]
     box_of = {call.number: at for at, call in enumerate(early)}
     folds: list[Fold] = []
-    sent = {} if program is None else unit_traffic(program)
+    sent: dict[int, Traffic] = {}
+    for part in stages:
+        sent |= unit_traffic(part)
     for start, period, times in folded(keys):
         for turn in range(times):
             for step in range(period):
@@ -101,22 +115,47 @@ def picture(plan: Plan, lowered: Lowered | None) -> Picture:
         for step in range(period):
             members = [blocks[start + turn * period + step] for turn in range(times)]
             last = start + (times - 1) * period + step
-            boxes.append(_box(plan, lowered, sent, start + step, last, members))
+            boxes.append(_box(plan, lowered, program, sent, start + step, last, members))
+    chunks = _chunks(plan, box_of, stages)
     if program is None:
-        return Picture(tuple(boxes), tuple(folds), ())
+        return Picture(tuple(boxes), tuple(folds), (), chunks)
     graph = _graph(program, box_of)
     carried = _carried(graph)
     folds = [replace(fold, carried_bytes=carried[fold.last, fold.first] // max(1, fold.count - 1)) for fold in folds]
-    return Picture(tuple(boxes), tuple(folds), _wires(graph))
+    return Picture(tuple(boxes), tuple(folds), _wires(graph), chunks)
 
 
-def _box(plan: Plan, lowered: Lowered | None, sent: dict[int, Traffic], index: int, last: int, members: Sequence[BlockPlan]) -> Box:
+def _joined(stages: Sequence[Program]) -> Program:
+    """The blocks of all stages as if one rank ran them."""
+    if len(stages) == 1:
+        return stages[0]
+    calls = {call.number: call for program in stages for call in program.calls}
+    units = {unit.number: unit for program in stages for unit in program.units}
+    functions = {name: function for program in stages for name, function in program.functions.items()}
+    return replace(stages[0], calls=tuple(calls[number] for number in sorted(calls)), units=tuple(units.values()), functions=functions)
+
+
+def _chunks(plan: Plan, box_of: dict[int, int], stages: Sequence[Program]) -> tuple[Chunk, ...]:
+    if plan.stages == 1:
+        return ()
+    blocks: dict[int, list[int]] = defaultdict(list)  # by chunk
+    for number, block in enumerate(plan.blocks):
+        blocks[block.stage].append(number)
+    found = []
+    for chunk, own in blocks.items():
+        stage = stage_of(plan.schedule, chunk, plan.stages)
+        found.append(Chunk(box_of[own[0]], stage, sent_bytes(stages[stage], own) if stages else {}))
+    return tuple(found)
+
+
+def _box(
+    plan: Plan, lowered: Lowered | None, program: Program | None, sent: dict[int, Traffic], index: int, last: int, members: Sequence[BlockPlan]
+) -> Box:
     first = members[0]
     saved = plan.classes[first.block_class].saved_sets[first.saved]
     label = span(first.label, members[-1].label)
-    if lowered is None:
+    if lowered is None or program is None:
         return Box(label, index, last, len(members), first, saved)
-    program = lowered.programs[0]
     call = program.call_of[index]
     units = {program.unit_of[ref.name].number for ref in call.reads if ref.kind == "parameter"}
     traffic: Traffic = {}

@@ -4,20 +4,21 @@ An instruction wide enough to be seen is a box of its own, with a label where on
 the share of the time that they take: a hundred layers stay a picture.
 """
 
-import math
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from partitioner.draw_canvas import COLORS, FORMATS, INK, PAPER, QUIET, RULE, Box, Canvas, ending, fitted, legend_width, text_width
+from partitioner.draw_axis import axis
+from partitioner.draw_canvas import COLORS, FORMATS, INK, PAPER, QUIET, Box, Canvas, ending, fitted, legend_width, text_width
+from partitioner.draw_pipeline import pipeline_canvas
 from partitioner.errors import PlanError
 from partitioner.plan import Plan
 from partitioner.quantities import format_seconds
 from partitioner.runtime.program import Instruction
 from partitioner.runtime.simulator import OPTIMIZER
-from partitioner.runtime.text import parse_instruction
-from partitioner.runtime.timeline import Timeline, save_trace
+from partitioner.runtime.timeline import Timeline, instruction_of, save_trace
+from partitioner.wording import percent
 
 WIDTH, ROW, GAP, HEAD, MARGIN, SIDE = 760.0, 22.0, 5.0, 26.0, 20.0, 150.0
 SEEN, BORDERED, COLUMN = 0.8, 4.0, 3.0
@@ -60,6 +61,8 @@ def simulated(plan: Plan) -> list[Timeline]:
 
 def timeline_canvas(plan: Plan, measured: Sequence[Timeline] = ()) -> Canvas:
     played = simulated(plan)
+    if plan.stages > 1:
+        return pipeline_canvas(plan, played, measured)
     shown = [*_alike(played, "simulated" if measured else ""), *_alike(measured, "measured")]
     total = max(timeline.step_seconds for _, timeline in shown)
     if total <= 0:
@@ -91,7 +94,7 @@ def timeline_canvas(plan: Plan, measured: Sequence[Timeline] = ()) -> Canvas:
         for stream, seconds in timeline.busy.items():
             canvas.text(left - 8, at + ROW / 2 + 3, stream, 8, QUIET, "end")
             _stream(canvas, timeline, stream, (left, at, WIDTH, ROW), scale)
-            canvas.text(left + WIDTH + 12, at + ROW / 2 + 3, f"busy {_percent(seconds / timeline.step_seconds)}, {format_seconds(seconds)}", 8, INK)
+            canvas.text(left + WIDTH + 12, at + ROW / 2 + 3, f"busy {percent(seconds / timeline.step_seconds)}, {format_seconds(seconds)}", 8, INK)
             at += ROW + GAP
         y += height
     canvas.legend(left, bottom + 12, _LEGEND)
@@ -124,26 +127,6 @@ def _micro_batches(canvas: Canvas, timeline: Timeline, left: float, y: float, sc
         a, b = left + start * scale + 1, left + end * scale - 1
         canvas.line([(a, y + 3), (a, y + 1), (b, y + 1), (b, y + 3)], QUIET, 0.6)
         canvas.text((a + b) / 2, y - 2, names[mb], 7, QUIET, "middle")
-
-
-def _percent(share: float) -> str:
-    return f"{100 * share:.0f} %" if share >= 0.0995 else f"{100 * share:.1f} %"
-
-
-def axis(canvas: Canvas, left: float, y: float, seconds: float, width: float, top: float, bottom: float) -> None:
-    """Times at baseline y, and lines from top to bottom, over `width` points."""
-    step = nice(seconds / 8)
-    unit, name = next(((unit, name) for unit, name in ((1.0, "s"), (1e-3, "ms")) if step >= unit), (1e-6, "us"))
-    for number in range(int(seconds / step * 1.0001) + 1):
-        x = left + width * number * step / seconds
-        canvas.line([(x, top), (x, bottom)], RULE, 0.6)
-        canvas.text(x, y, f"{number * step / unit:g} {name}" if number else "0", 7.5, QUIET, "middle")
-
-
-def nice(value: float) -> float:
-    """The next of 1, 2, 5, 10, 20, … times a power of ten."""
-    scale = 10.0 ** math.floor(math.log10(value))
-    return next(digit * scale for digit in (1, 2, 5, 10) if digit * scale >= value * 0.9999)
 
 
 def _stream(canvas: Canvas, timeline: Timeline, stream: str, row: Box, scale: float) -> None:
@@ -179,11 +162,6 @@ def _stream(canvas: Canvas, timeline: Timeline, stream: str, row: Box, scale: fl
         label = next((label for label in _labels(instruction, timeline.labels, several) if text_width(label, 7) <= across - 4), None)
         if label is not None:
             canvas.text(x + across / 2, y + tall / 2 + 2.5, label, 7, INK if kind in _LIGHT else PAPER, "middle")
-
-
-def instruction_of(text: str) -> Instruction:
-    """An event's instruction; the optimizer's step, which is the user's, stands for one."""
-    return Instruction(OPTIMIZER) if text == OPTIMIZER else parse_instruction(text)
 
 
 def _share(columns: dict[int, float], start: float, end: float) -> None:

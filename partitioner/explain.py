@@ -4,6 +4,7 @@ from typing import Any
 
 from partitioner.plan import Alternative, Explanation, Plan
 from partitioner.quantities import format_bytes, format_seconds
+from partitioner.stage_facts import stage_data, stage_facts, stage_lines
 from partitioner.wording import Text, counted, fitted, percent, wrapped
 
 WIDTH = 100
@@ -11,6 +12,7 @@ SHARDS = {"none": "DDP", "zero1": "ZeRO-1", "zero2": "ZeRO-2", "zero3": "ZeRO-3"
 _SAME, _CLOSE = 1.002, 1.1  # the search is not closer than that; what takes less than that much longer is told in percent
 _SEARCHED = 1.01  # the solver stops 0.1 % from the best of its memory model, which differs from the simulator's: together they miss up to this
 _NAME = 36
+_STAGES = 16
 
 
 def explain(plan: Plan) -> Text:
@@ -20,7 +22,7 @@ def explain(plan: Plan) -> Text:
     size = f"{cluster.nodes}x{cluster.devices_per_node}" if cluster.nodes > 1 else str(cluster.devices_per_node)
     lines = [f"why this plan: {plan.model} on {size} {cluster.name}, {plan.optimizer}, {format_bytes(plan.capacity_bytes)} a rank", ""]
     if found is None:
-        lines += [*_rows([_chosen(plan)]), "", *_bound(plan)]
+        lines += [*_rows([_chosen(plan)]), "", *_bound(plan), *stage_lines(plan, _STAGES, WIDTH)]
         lines += wrapped(
             "The file does not hold what was not chosen. It does when the plan is written with plan.save(…) where it was made; or bind it to its "
             "model, plan = make_plan(model, …, plan=plan), and explain that.",
@@ -28,7 +30,8 @@ def explain(plan: Plan) -> Text:
             0,
         )
     else:
-        lines += [*_table(plan, found), "", *_bound(plan), *_limit(plan, found), *_peak(plan, found), *_more(plan, found)]
+        limit = _pipeline(plan, found) if plan.stages > 1 else _limit(plan, found)
+        lines += [*_table(plan, found), "", *_bound(plan), *limit, *_peak(plan, found), *_more(plan, found)]
     return Text("\n".join(fitted(line, WIDTH) for line in lines))
 
 
@@ -37,6 +40,8 @@ def as_data(plan: Plan) -> dict[str, Any]:
     found, predicted = plan.explained, plan.predicted
     about = {"name": described(plan), "capacity_bytes": plan.capacity_bytes, "bound_seconds": plan.bound_seconds}
     about |= {"step_seconds": predicted.step_seconds, "peak_bytes": predicted.peak_bytes}
+    if plan.stages > 1:
+        about["stages"] = stage_data(plan)
     if found is None:
         return {"plan": about, "alternatives": None}
     ways = [
@@ -68,6 +73,8 @@ def reason(plan: Plan, way: Alternative) -> str:
         return "is as fast, but takes more memory" if way.peak_bytes > plan.predicted.peak_bytes else "is as fast"
     if ratio >= 1 / _SEARCHED and way.ranks == plan.ranks:
         return "is as fast within the solver's gap"
+    if plan.stages > 1 and plan.constraints.get("pp"):
+        return f"is {percent(1 - ratio)} faster, but pp={plan.stages} was asked for"
     faster = f"fits and is {percent(1 - ratio)} faster"
     return f"{faster}: gpus=1 does better" if way.ranks < plan.ranks else f"{faster}: the search missed it"
 
@@ -79,6 +86,8 @@ def described(plan: Plan) -> str:
     sets = [plan.classes[block.block_class].saved_sets[block.saved] for block in plan.blocks]
     keepable = sum(saved.keepable_bytes for saved in sets)
     words = "one device" if plan.ranks == 1 else " and ".join(used) or "DDP"
+    if plan.stages > 1:
+        words = f"{plan.stages} stages ({plan.schedule})" + (f" of {words}" if plan.ranks > plan.stages else "")
     if keepable and sum(saved.bytes for saved in sets) < keepable:
         words += f", saves {percent(sum(saved.bytes for saved in sets) / keepable)} for backward"
     return words + _cut(plan.micro_batches)
@@ -97,7 +106,7 @@ def _pinned(plan: Plan, way: Alternative) -> str:
     """The constraint that rules this way out, as it was written."""
     for name in ("shard", "checkpoint", "micro_batches"):
         asked = plan.constraints.get(name)
-        if asked is not None and way.ranks == plan.ranks and asked != getattr(way, name):
+        if asked is not None and way.ranks == plan.ranks and plan.stages == 1 and asked != getattr(way, name):
             return f"{name}={asked}"
     return ""
 
@@ -106,7 +115,13 @@ def is_chosen(plan: Plan, way: Alternative) -> bool:
     """Whether the plan is this way: the same figures, from the same decisions."""
     figures = way.step_seconds == plan.predicted.step_seconds and way.peak_bytes == plan.predicted.peak_bytes
     shards = {block.shard for block in plan.blocks}
-    return figures and way.ranks == plan.ranks and way.micro_batches == plan.micro_batches and (shards - {"none"} or {"none"}) == {way.shard}
+    return (
+        plan.stages == 1
+        and figures
+        and way.ranks == plan.ranks
+        and way.micro_batches == plan.micro_batches
+        and (shards - {"none"} or {"none"}) == {way.shard}
+    )
 
 
 def _table(plan: Plan, found: Explanation) -> list[str]:
@@ -161,6 +176,27 @@ def _limit(plan: Plan, found: Explanation) -> list[str]:
     elif moved:
         line += f"; communication takes {format_seconds(moved)}, while nothing is computed"
     return wrapped(line, WIDTH, 2)
+
+
+def _pipeline(plan: Plan, found: Explanation) -> list[str]:
+    """Every stage, which of them the others wait for, and what would be faster without any."""
+    busiest = max(stage_facts(plan), key=lambda facts: facts.busy)
+    lines = [
+        *stage_lines(plan, _STAGES, WIDTH),
+        f"limit: stage {busiest.number}, which computes {percent(busiest.busy)} of the {format_seconds(plan.predicted.step_seconds)}; more "
+        "micro-batches make bubbles shorter",
+    ]
+    fitting = [way for way in found.alternatives if way.peak_bytes <= plan.capacity_bytes]
+    quickest = min(fitting, key=lambda way: way.step_seconds, default=None)
+    if quickest is None:
+        lines.append("without stages: nothing fits into the memory of a device")
+    elif quickest.step_seconds * _SAME < plan.predicted.step_seconds:
+        less = percent(1 - quickest.step_seconds / plan.predicted.step_seconds)
+        advice = "plan with gpus=1" if quickest.ranks == 1 else "leave out pp"
+        lines.append(f"without stages: {named(quickest)} takes {format_seconds(quickest.step_seconds)}, {less} less; {advice}")
+    else:
+        lines.append(f"without stages: the best, {named(quickest)}, takes {format_seconds(quickest.step_seconds)}")
+    return lines
 
 
 def _peak(plan: Plan, found: Explanation) -> list[str]:

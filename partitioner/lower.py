@@ -187,6 +187,7 @@ def lower(
                 after=tuple(after),
                 stage=stage,
                 stages=pipeline.stages,
+                chunked=pipeline.count > pipeline.stages,
                 wires=wires,
                 homes={name: routes.home[name] for name in sorted(results)} if pipeline.stages > 1 else {},
             )

@@ -92,10 +92,15 @@ class Replicated(_Part):
 
 
 class RankPrediction(_Part):
-    """What the simulator says of one rank, or of `ranks` consecutive equal ones. breakdown: bytes at the peak by kind."""
+    """What the simulator says of one rank, or of `ranks` consecutive equal ones. breakdown: bytes at the peak by kind.
+
+    compute_seconds: in which it computes; bubble_seconds: in which it waits for other pipeline stages.
+    """
 
     step_seconds: Seconds
     peak_bytes: Count
+    compute_seconds: Seconds = 0.0
+    bubble_seconds: Seconds = 0.0
     breakdown: dict[Name, Count] = {}
     ranks: Annotated[int, Field(ge=1, le=1_000_000)] = 1
 

@@ -7,11 +7,13 @@ from dataclasses import dataclass
 
 from partitioner.plan import BlockPlan, Plan, Replicated
 from partitioner.quantities import format_bytes, format_seconds
+from partitioner.stage_facts import stage_lines
 from partitioner.wording import counted, fitted, listed, percent, span
 
 WIDTH = 120
 LINES = 40
-_MAX_RUNS = 14
+_MAX_RUNS = 14  # of blocks; fewer by the lines that stages take
+_MAX_STAGES = 8
 _MAX_REPLICATED = 6
 
 
@@ -26,7 +28,10 @@ class _Run:
 
 def report(plan: Plan) -> str:
     """The plan as text."""
-    lines = [*_headline(plan), "", *_blocks(plan), "", *_memory(plan), "", *_time(plan), *_replicated(plan), *_constraints(plan)]
+    stages = stage_lines(plan, _MAX_STAGES, WIDTH)
+    between = [*stages, ""] if stages else []
+    blocks = _blocks(plan, _MAX_RUNS - len(between))
+    lines = [*_headline(plan), "", *between, *blocks, "", *_memory(plan), "", *_time(plan), *_replicated(plan), *_constraints(plan)]
     return "\n".join(fitted(line, WIDTH) for line in lines)
 
 
@@ -59,10 +64,10 @@ def _shares_nothing(plan: Plan) -> bool:
     return plan.batch.rows is None and plan.mesh.get("dp", 1) > 1
 
 
-def _blocks(plan: Plan) -> list[str]:
+def _blocks(plan: Plan, most: int) -> list[str]:
     runs = _runs(plan.blocks)
-    shown, hidden = (runs, []) if len(runs) <= _MAX_RUNS else (_heaviest(plan, runs), [])
-    if len(runs) > _MAX_RUNS:
+    shown, hidden = (runs, []) if len(runs) <= most else (_heaviest(plan, runs, most), [])
+    if len(runs) > most:
         hidden = [run for run in runs if run not in shown]
     rows = [_row(plan, run) for run in shown]
     widths = [max((len(row[column]) for row in rows), default=0) for column in range(4)]
@@ -93,14 +98,14 @@ def _decisions(block: BlockPlan) -> tuple[object, ...]:
     return block.block_class, block.shard, block.keep_gathered, block.saved
 
 
-def _heaviest(plan: Plan, runs: list[_Run]) -> list[_Run]:
+def _heaviest(plan: Plan, runs: list[_Run], most: int) -> list[_Run]:
     """The runs that keep or could keep the most, in order."""
 
     def weight(run: _Run) -> int:
         saved = plan.classes[run.first.block_class].saved_sets[run.first.saved]
         return max(saved.keepable_bytes, saved.bytes) * run.count
 
-    kept = sorted(range(len(runs)), key=lambda i: weight(runs[i]), reverse=True)[: _MAX_RUNS - 1]
+    kept = sorted(range(len(runs)), key=lambda i: weight(runs[i]), reverse=True)[: most - 1]
     return [runs[i] for i in sorted(kept)]
 
 

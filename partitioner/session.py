@@ -15,6 +15,7 @@ from torch.utils._pytree import tree_unflatten
 from partitioner.alternatives import Alternatives
 from partitioner.assemble import assemble, cuts_of, decisions_of
 from partitioner.batch_dims import batch_dims
+from partitioner.belongs import check_belongs
 from partitioner.calibrate import core_share, local_device, neighbours
 from partitioner.cluster import Cluster
 from partitioner.constraints import parse
@@ -232,7 +233,7 @@ class Session:
     def plan(self, given: Plan | None = None) -> Plan:
         """Decide, or take over the decisions of `given`."""
         if given is not None:
-            self._belongs(given)
+            check_belongs(given, self)
             self.stages, self.chunks = given.stages, chunks_of(given.schedule, given.stages)
         request = Request("step", self.model.training, self.leaves, True)
         tell("capturing the model")
@@ -290,38 +291,6 @@ class Session:
                 else f"{type(self.model).__name__} has no parameter with requires_grad=True; unfreeze some, or call the model without this library"
             )
         )
-
-    def _belongs(self, given: object) -> None:
-        if not isinstance(given, Plan):
-            raise PlanError(f"plan is a {type(given).__name__}; pass what make_plan(…) or Plan.load(…) returned")
-        if given.ranks != self.ranks:
-            raise PlanError(f"the plan is for {given.ranks} ranks, but gpus asks for {self.ranks}; write gpus={given.ranks} or make a new plan")
-        for name, planned, here in (
-            ("precision", given.precision, self.precision),
-            ("mode", *("training" if mode else "evaluation" for mode in (given.training, self.model.training))),
-        ):
-            if planned != here:
-                raise PlanError(f"the plan is for {name} {planned}, but here it is {here}; make a new plan with make_plan(model, …)")
-        if given.fingerprint != self.fingerprint:
-            raise PlanError(
-                "the plan is for another model or other inputs (names, shapes, dtypes, requires_grad or ties of parameters and buffers, or the "
-                f"input paths differ): planned for {given.model}{self._other_inputs(given)}; make a new plan with make_plan(model, …)"
-            )
-        if (pinned := self.constraints.as_dict()) and pinned != given.constraints:
-            raise ConstraintError(
-                f"constraints are {pinned}, but a plan was given, which holds every decision already (made under {given.constraints}); "
-                "leave one of them out"
-            )
-
-    def _other_inputs(self, given: Plan) -> str:
-        """Which inputs were planned and are not here, in words."""
-        planned = [leaf.path for leaf in given.batch.leaves]
-        if not (missing := [path for path in planned if path not in self.leaves]):
-            return ""
-        unlike = f" with {', '.join(planned)}, but here there are {', '.join(self.leaves)}"
-        if any(path.startswith("targets") for path in missing):
-            unlike += ", so its loss and example_targets are missing (the command line has them from the factory's loss and targets)"
-        return unlike
 
     def _follow(self, task: Task, given: Plan) -> Verdict:
         prepared = task.prepared(given.micro_batches)

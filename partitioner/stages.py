@@ -19,6 +19,7 @@ from partitioner.pipeline import Pipeline
 from partitioner.prepare import check_micro_batches, most_micro_batches
 from partitioner.progress import tell
 from partitioner.quantities import format_bytes
+from partitioner.runtime.clock import Hang
 from partitioner.schedules import NAMES, Name, chunks_of, in_flight, makespan, schedule, stage_of
 from partitioner.trial import Task, Verdict, communication
 from partitioner.wording import counted
@@ -42,6 +43,9 @@ def decide_stages(task: Task) -> Verdict:
             verdict = stages.fit()
         except InfeasibleError as error:
             refused = error
+            continue
+        except Hang as hang:
+            refused = InfeasibleError(f"{stages.name} does not suit this model: {hang}; pin another schedule")
             continue
         simulated += 1
         if best is None or verdict.step_seconds < best.step_seconds:

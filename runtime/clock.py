@@ -121,6 +121,9 @@ class Hang(ProgramError):
         super().__init__(f"{len(stuck)} ranks wait for each other forever")
         self.stuck = stuck
 
+    def __reduce__(self) -> tuple[type["Hang"], tuple[dict[int, tuple[int, Hashable]]]]:
+        return Hang, (self.stuck,)
+
 
 class _Post:
     """Messages: when they were offered, when they were asked for, and from both when they arrive."""

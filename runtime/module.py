@@ -18,7 +18,7 @@ from torch.optim import Optimizer
 from torch.utils._pytree import TreeSpec, tree_unflatten
 
 from partitioner.errors import InputError, PartitionerError, ProgramError, RankError
-from partitioner.runtime.bridge import attach
+from partitioner.runtime.bridge import attach, refuse
 from partitioner.runtime.checkpoint import load, save
 from partitioner.runtime.executor import Executor, Store
 from partitioner.runtime.inputs import Expected, row_sums
@@ -168,11 +168,15 @@ class ParallelModule(nn.Module):
         return RowSampler.of(dataset, batch_rows, self._rank, self._ranks, shuffle, seed)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """The model's own output for the global batch, whole on every rank; `loss.backward()` on it fills `.grad`."""
+        """The model's own output for the global batch, whole on every rank; `loss.backward()` on it fills `.grad`.
+
+        With pipeline stages the output is for looking at: `backward()` on it raises PartitionerError.
+        """
         leaves = self._leaves("forward", args, kwargs, ABSENT)
         grad = torch.is_grad_enabled() and any(parameter.requires_grad for parameter in self.parameters())
         executor = self._executor("forward", leaves, grad)
-        return tree_unflatten(attach(executor.forward(leaves)), executor.program.out_spec)
+        run = executor.forward(leaves)
+        return tree_unflatten(refuse(run) if grad and self._pipe is not None else attach(run), executor.program.out_spec)
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
         """Scale all gradients so that their norm over all ranks is at most `max_norm`; returns the norm before, the same on every rank."""

@@ -1,6 +1,7 @@
 """Where a loss that is not finite comes from: the forward of the step once more, looking at every value on the way.
 
-An infinite value may be meant (a mask of -inf), a NaN never is: the first NaN is told, and the first infinite value only where there is no NaN.
+An infinite value may be meant (a mask of -inf), a NaN never is: the first NaN is told, and the first infinite value only where there is no NaN. First
+is what no other comes from: by micro-batch, then by block, whatever the order in which stages play them.
 """
 
 from collections.abc import Sequence
@@ -28,19 +29,18 @@ class _Machine(Protocol):
 
 
 class _Inspector:
-    """The machine, with every value that it reads or computes looked at. `first`: kind ("nan", "infinite") -> line of the program, what it is."""
+    """The machine, with every value that it reads or computes looked at. `first`: kind ("nan", "infinite") -> (micro-batch, block), what it is."""
 
     def __init__(self, program: Program, machine: _Machine) -> None:
         self._program, self._machine = program, machine
-        self._line = -1
         self._instruction: Instruction | None = None
-        self.first: dict[str, tuple[int, str]] = {}
+        self.first: dict[str, tuple[tuple[int, int], str]] = {}
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._machine, name)
 
     def begin(self, instruction: Instruction) -> None:
-        self._line, self._instruction = self._line + 1, instruction
+        self._instruction = instruction
         self._machine.begin(instruction)
 
     def read(self, ref: Ref, number: int, mb: int | None) -> Any:
@@ -58,11 +58,16 @@ class _Inspector:
     def _look(self, value: Any, what: str) -> None:
         if not isinstance(value, Tensor) or not value.is_floating_point() or value.isfinite().all():
             return
+        instruction = self._instruction
+        if instruction is None or instruction.block is None:
+            return
         kind = "nan" if value.isnan().any() else "infinite"
-        if kind not in self.first and self._instruction is not None and self._instruction.block is not None:
-            label = self._program.call_of[self._instruction.block].label
-            mb = "" if self._instruction.mb is None else f", micro-batch {self._instruction.mb}"
-            self.first[kind] = (self._line, f"the first value that is {kind} is met in block {label}{mb} on {self._program.place}: {what}")
+        at = (-1 if instruction.mb is None else instruction.mb, instruction.block)
+        if kind not in self.first or at < self.first[kind][0]:
+            label = self._program.call_of[instruction.block].label
+            mb = "" if instruction.mb is None else f", micro-batch {instruction.mb}"
+            place = f"rank {self._program.rank}" + (f" of stage {self._program.stage}" if self._program.stages > 1 else "")
+            self.first[kind] = (at, f"the first value that is {kind} is met in block {label}{mb} on {place}: {what}")
 
 
 def find_origin(program: Program, machine: _Machine, group: dist.ProcessGroup | None) -> str:

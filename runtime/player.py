@@ -8,12 +8,13 @@ the executor uses.
     stash[(block, mb)]     saved values, in the order of Function.saved; None where the value is fetched again     given up by BACKWARD
     halfway[(block, mb)]   what BACKWARD_INPUT leaves to do                                                       given up by BACKWARD_WEIGHT
     tangents[(name, mb)]   gradients of values, summed as they come                                                given up by BACKWARD
-    sent[(name, stage)]    messages under way, oldest first: as many as there are stages between, awaited when one more is sent
+    sent[(name, stage)]    messages under way by micro-batch, awaited where the gradient comes back
 
-A message is awaited where its value is first read, on the sender's side where its place among the messages under way is needed.
+A message is awaited where its value is first read. Whoever sends a value to another stage awaits it where the value's gradient comes back, and where
+one is sent that is as many micro-batches later as there are stages between; not so where stages have several runs of blocks, for there a stage
+may have to run on before the other one reads.
 """
 
-from collections import deque
 from collections.abc import Sequence
 from typing import Any, Generic, Protocol, TypeVar
 
@@ -88,9 +89,9 @@ class Player(Generic[V]):
         self.tangents: dict[tuple[str, int], V] = {}
         self.likes: dict[tuple[str, int], Any] = {}
         self.outputs: list[Any] = []
-        self.sent: dict[tuple[str, int], deque[Message]] = {}
+        self.sent: dict[tuple[str, int], dict[int, Message]] = {}
         self._coming: dict[tuple[str, int], Message] = {}
-        self._returning: dict[tuple[str, int], list[tuple[V, Message]]] = {}
+        self._returning: dict[tuple[str, int], list[tuple[V, Message, int]]] = {}
         self._accumulated: set[int] = set()
 
     def play(self, instructions: Sequence[Instruction]) -> None:
@@ -117,7 +118,7 @@ class Player(Generic[V]):
     def finish(self) -> None:
         """Give up whatever no instruction dropped, then let the machine await what is under way."""
         for messages in self.sent.values():
-            for message in messages:
+            for message in messages.values():
                 message.wait()
         self.sent.clear()
         for held in (self.values, self.prologue, self.stash, self.halfway, self.tangents, self.likes):
@@ -188,19 +189,19 @@ class Player(Generic[V]):
     def _send(self, instruction: Instruction, mb: int) -> None:
         name, stage = _name(instruction.value), _number(instruction.stage)
         gradient = instruction.op == "SEND_GRADIENT"
-        under_way = self.sent.setdefault((name, stage), deque())
-        while len(under_way) >= max(1, abs(stage - self.program.stage)):
-            under_way.popleft().wait()
+        under_way = self.sent.setdefault((name, stage), {})
+        while not self.program.chunked and len(under_way) >= abs(stage - self.program.stage):
+            under_way.pop(next(iter(under_way))).wait()
         if not gradient:
             self._arrived(name, mb)
         value = self.tangents.pop((name, mb)) if gradient else self.values[name, mb]
-        under_way.append(self.machine.send(value, self.program.wires[name], gradient, instruction))
+        under_way[mb] = self.machine.send(value, self.program.wires[name], gradient, instruction)
 
     def _receive(self, instruction: Instruction, mb: int) -> None:
         name, gradient = _name(instruction.value), instruction.op == "RECV_GRADIENT"
         value, message = self.machine.receive(self.program.wires[name], gradient, self.program.rows[mb], instruction)
         if gradient:
-            self._returning.setdefault((name, mb), []).append((value, message))
+            self._returning.setdefault((name, mb), []).append((value, message, _number(instruction.stage)))
         else:
             self.values[name, mb] = value
             self._coming[name, mb] = message
@@ -285,8 +286,10 @@ class Player(Generic[V]):
 
     def _collect(self, name: str, mb: int) -> None:
         """Add the gradients that other stages sent."""
-        for gradient, message in self._returning.pop((name, mb), ()):
+        for gradient, message, stage in self._returning.pop((name, mb), ()):
             message.wait()
+            if sent := self.sent.get((name, stage), {}).pop(mb, None):
+                sent.wait()
             self._tangent(name, mb, gradient)
 
     def _take_tangent(self, name: str, mb: int) -> V:

@@ -209,7 +209,8 @@ class Program:
     inputs: every tensor leaf that some block reads, and its cut. prologue: names of prologue values.
     loss: the value that holds the (Partial) loss, in step mode. outputs: per leaf of the user's output, the ref and its cut;
     output_placements: "replicate", "shard" or "partial" per leaf. buffers: buffer name -> ref of its new value.
-    calls and units: those of this stage. wires: the values that cross stages, and results; homes: result -> the stage that computes it.
+    calls and units: those of this stage. chunked: stages have several runs of blocks, between which others' come. wires: the values that cross
+    stages, and results; homes: result -> the stage that computes it.
     """
 
     mode: Mode
@@ -239,6 +240,7 @@ class Program:
     after: tuple[Instruction, ...] = ()
     stage: int = 0
     stages: int = 1
+    chunked: bool = False
     wires: dict[str, Wire] = field(default_factory=dict)
     homes: dict[str, int] = field(default_factory=dict)
 

@@ -84,7 +84,16 @@ class Recorder:
             end = max(start, self._seconds(self._end if span.end is None else span.end))
             free[span.stream] = end
             events.append((span.stream, span.text, start, end))
-        return Timeline(self._program.rank, self._seconds(self._end), tuple(events), labels_of(self._program), measured=True)
+        program = self._program
+        return Timeline(
+            program.rank,
+            self._seconds(self._end),
+            tuple(events),
+            labels_of(program),
+            measured=True,
+            stage=program.stage,
+            stages=program.stages,
+        )
 
     def _issued(self, work: Any) -> None:
         if self._instruction is None:

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from partitioner.runtime.program import Program
+from partitioner.runtime.program import Instruction, Program
 from partitioner.runtime.simulator import OPTIMIZER, Moment, Simulation
 from partitioner.runtime.text import parse_instruction
 
@@ -18,7 +18,10 @@ STREAMS = ("compute", "gather", "reduce", "send", "copy")
 
 @dataclass(frozen=True)
 class Timeline:
-    """events: (stream, instruction, start, end) in seconds from the start of the step; labels: block -> where it stands in the user's model."""
+    """events: (stream, instruction, start, end) in seconds from the start of the step; labels: block -> where it stands in the user's model.
+
+    rank: its place in its stage, of which there are `stages`.
+    """
 
     rank: int
     step_seconds: float
@@ -26,15 +29,25 @@ class Timeline:
     labels: Mapping[int, str]
     memory: tuple[Moment, ...] = ()
     measured: bool = False
+    stage: int = 0
+    stages: int = 1
 
     @staticmethod
     def of(program: Program, simulation: Simulation) -> "Timeline":
         """The simulated step of a program."""
-        return Timeline(program.rank, simulation.step_seconds, simulation.events, labels_of(program), simulation.memory)
+        return Timeline(
+            program.rank,
+            simulation.step_seconds,
+            simulation.events,
+            labels_of(program),
+            simulation.memory,
+            stage=program.stage,
+            stages=program.stages,
+        )
 
     @property
     def name(self) -> str:
-        return f"rank {self.rank}" + (", measured" if self.measured else "")
+        return (f"stage {self.stage}, " if self.stages > 1 else "") + f"rank {self.rank}" + (", measured" if self.measured else "")
 
     @property
     def busy(self) -> dict[str, float]:
@@ -44,9 +57,22 @@ class Timeline:
             seconds[stream] = seconds.get(stream, 0.0) + end - start
         return {stream: seconds[stream] for stream in STREAMS if stream in seconds}
 
+    @property
+    def bubble_seconds(self) -> float:
+        """Seconds of the step in which nothing is under way here but messages: other stages are waited for."""
+        waits, at = 0.0, 0.0
+        for start, end in sorted((start, end) for stream, _, start, end in self.events if stream != "send"):
+            waits, at = waits + max(0.0, start - at), max(at, end)
+        return waits + max(0.0, self.step_seconds - at)
+
     def save(self, path: str | Path) -> Path:
         """Write a Chrome trace of this rank alone."""
         return save_trace(path, [self])
+
+
+def instruction_of(text: str) -> Instruction:
+    """An event's instruction; the optimizer's step, which is the user's, stands for one."""
+    return Instruction(OPTIMIZER) if text == OPTIMIZER else parse_instruction(text)
 
 
 def labels_of(program: Program) -> dict[int, str]:

@@ -15,15 +15,18 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 import torch
+from torch import Tensor, nn
 from torch.distributed import TCPStore  # type: ignore[attr-defined]  # defined, but not declared as exported
 
+from partitioner import auto_parallelize
 from partitioner.errors import PeerError
 from partitioner.passes import collectives
 from partitioner.passes.tree import named_leaves
 from partitioner.runtime import launch
+from partitioner.runtime.executor import TensorMachine
 from partitioner.runtime.module import ParallelModule
 from partitioner.runtime.parameters import UnitStore
-from partitioner.runtime.program import Program, Request
+from partitioner.runtime.program import Function, Program, Request
 from partitioner.runtime.shards import local
 from tests.small_programs import Chain, chain, leaves
 
@@ -35,7 +38,7 @@ Fault = Callable[[], object]
 
 _stepped = 0.0
 _context = multiprocessing.get_context("forkserver")
-_context.set_forkserver_preload([__name__, "torch._dynamo"])  # the first DTensor imports it, in two seconds
+_context.set_forkserver_preload([__name__, "torch._dynamo", "partitioner.api"])  # what ranks would spend seconds on importing
 
 
 @dataclass(frozen=True)
@@ -166,6 +169,32 @@ def model(fault: Fault = lambda: None, at: int = -1) -> ParallelModule:
         device=ranks.device,
         flatten=lambda args, kwargs, has_targets, targets: named_leaves(args, kwargs, targets, has_targets),
     )
+
+
+def train_in_stages(at_rank: int, fault: Fault, at: int) -> float:
+    """Two stages of two ranks; the at-th block that one of the ranks runs forward meets the fault."""
+    rank, runs = int(os.environ["RANK"]), 0
+    layers = [nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 4)]
+    pinned = {"pp": 2, "dp": 2, "micro_batches": 2, "schedule": "1f1b", "shard": "zero3"}
+    x = torch.ones(8, 4)
+    parallel = auto_parallelize(
+        nn.Sequential(*layers), gpus=4, example_inputs=(x,), loss=lambda output: output.square().mean(), constraints=pinned, verify=False
+    )
+    forward = TensorMachine.forward
+
+    def faulty(self: TensorMachine, function: Function, arguments: list[Any], rows: int) -> list[Tensor]:
+        nonlocal runs
+        runs += 1
+        if rank == at_rank and runs == at:
+            fault()
+        return forward(self, function, arguments, rows)
+
+    TensorMachine.forward = faulty  # type: ignore[method-assign]
+    global _stepped
+    for _ in range(5):
+        loss = parallel.train_step(x)
+        _stepped = time.monotonic()
+    return float(loss)
 
 
 def step(parallel: ParallelModule, **changes: Any) -> float:

@@ -53,6 +53,12 @@ def test_a_run_goes_on_over_stages_and_back(tmp_path: Path) -> None:
     optimizer = adamw(model)
     assert load_checkpoint(tmp_path, model, optimizer) == 7
     assert steps(model, optimizer, range(7, 9)) == pytest.approx(expected[7:], rel=1e-12)
+    assert Plan.load(tmp_path / "000003-step-7" / "plan.json").mesh == {"pp": 2, "dp": 1}
+    manifest = json.loads((tmp_path / "000003-step-7" / "manifest.json").read_text())
+    assert manifest["aliases"] == {"head.weight": "embed.weight"}
+    assert {"model/embed.weight", "optimizer/exp_avg/embed.weight"} <= set(manifest["tensors"])
+    files = {piece["file"] for entry in manifest["tensors"].values() for piece in entry["pieces"]}
+    assert files == {"rank-00000.bin", "rank-00001.bin"}, "each stage writes its own"
 
 
 def read_by_stage(folder: Path) -> tuple[int, int, dict[str, Tensor]]:

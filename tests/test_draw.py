@@ -3,6 +3,7 @@
 import json
 from collections import defaultdict
 from collections.abc import Iterator
+from dataclasses import replace
 from itertools import combinations, pairwise
 from pathlib import Path
 from typing import Any
@@ -12,12 +13,15 @@ import torch
 import torch.nn.functional as F
 
 from partitioner import Plan, make_plan
+from partitioner.draw_axis import nice
 from partitioner.draw_canvas import Canvas, fitted, plain, text_width, wrapped
 from partitioner.draw_graph import graph_canvas
 from partitioner.draw_memory import _columns, memory_canvas
 from partitioner.draw_model import Picture, Wire, folded, picture, span
-from partitioner.draw_timeline import _labels, _share, nice, simulated, timeline_canvas
+from partitioner.draw_pipeline import turns
+from partitioner.draw_timeline import _labels, _share, simulated, timeline_canvas
 from partitioner.errors import PlanError
+from partitioner.pipeline import Pipeline
 from partitioner.runtime.text import parse_instruction
 from partitioner.runtime.timeline import Timeline
 from tests.driver_models import Deep, ids, planned, square
@@ -52,7 +56,13 @@ def t5() -> Plan:
     return make_plan(case["model"], "2 cpu-local", verify=False, **given)
 
 
-MAKE = {"deep": deep, "tight": tight, "unet": unet, "t5": t5}
+def staged() -> Plan:
+    """Two stages of two ranks, in turns of two runs of blocks each."""
+    pinned = {"pp": 2, "dp": 2, "micro_batches": 4, "shard": "zero3", "schedule": "interleaved"}
+    return make_plan(Deep(layers=6), "4 h100-sxm", example_inputs=(ids(64),), loss=square, verify=False, optimizer="adamw", constraints=pinned)
+
+
+MAKE = {"deep": deep, "tight": tight, "unet": unet, "t5": t5, "staged": staged}
 
 
 @pytest.fixture(scope="module")
@@ -238,7 +248,7 @@ def test_the_chrome_trace_is_the_simulation(plan: Plan, tmp_path: Path) -> None:
     trace = json.loads(plan.draw_timeline(tmp_path / "step.json").read_text())["traceEvents"]
     for process, (timeline, simulation) in enumerate(zip(simulated(plan), plan.simulate(), strict=True)):
         mine = [event for event in trace if event["pid"] == process]
-        assert [event["args"]["name"] for event in mine if event["name"] == "process_name"] == [f"rank {timeline.rank}"]
+        assert [event["args"]["name"] for event in mine if event["name"] == "process_name"] == [timeline.name]
         spans = [event for event in mine if event["ph"] == "X"]
         assert len(spans) == len(simulation.events)
         assert max(event["ts"] + event["dur"] for event in spans) == pytest.approx(simulation.step_seconds * 1e6)
@@ -280,6 +290,50 @@ def test_thousands_of_instructions_stay_a_picture(tmp_path: Path, plans: dict[st
     assert canvas.save(tmp_path / "many.svg").stat().st_size < 400_000
 
 
+def test_a_pipeline_is_a_lane_a_stage_with_the_turns_of_its_schedule(plans: dict[str, Plan]) -> None:
+    plan = plans["staged"]
+    played = simulated(plan)
+    assert [timeline.name for timeline in played] == ["stage 0, rank 0", "stage 0, rank 1", "stage 1, rank 0", "stage 1, rank 1"]
+    for timeline in played:
+        found = [turn for turn in turns(plan, timeline, 1.0) if turn.mb is not None]
+        order = Pipeline(2, tuple(block.stage for block in plan.blocks), "interleaved").turns(timeline.stage, 4)
+        names = {"forward": "F", "backward": "B"}
+        assert [(names[turn.kind], turn.turn, turn.mb) for turn in found] == [(turn.op, turn.chunk // 2, turn.mb) for turn in order]
+        busy = sum(turn.end - turn.start for turn in turns(plan, timeline, 0.0))
+        assert busy == pytest.approx(timeline.busy["compute"]) and busy + timeline.bubble_seconds <= timeline.step_seconds * 1.000001
+        (run,) = {run.compute_seconds for run in plan.predicted.per_rank[2 * timeline.stage : 2 * timeline.stage + 2]}
+        assert run == pytest.approx(busy)
+    said = texts(timeline_canvas(plan))
+    assert said.count("stage 0, ranks 0, 1") == 1 == said.count("stage 1, ranks 0, 1")
+    assert {str(mb) for mb in range(4)} <= set(said) and sum(text.startswith("busy ") for text in said) == 2
+    slower = replace(played[2], step_seconds=1.5 * played[2].step_seconds, measured=True)
+    both = timeline_canvas(plan, [slower])
+    check_text(both)
+    assert {"simulated", "measured", "stage 1"} <= set(texts(both))
+
+
+def test_stages_are_parted_by_lines_that_say_what_crosses(plans: dict[str, Plan]) -> None:
+    plan = plans["staged"]
+    shown = shown_of(plan)
+    assert [chunk.stage for chunk in shown.chunks] == [0, 1, 0, 1]
+    firsts = [shown.boxes[chunk.first].plan for chunk in shown.chunks]
+    assert [first.stage for first in firsts if first is not None] == [0, 1, 2, 3]
+    lowered: Any = plan._lowered
+    for program in (program for program in lowered.programs if program.rank == 0):
+        sent = sum(instruction.bytes for instruction in program.instructions if instruction.op == "SEND" and instruction.mb == 0)
+        assert sent == sum(sum(chunk.sends.values()) for chunk in shown.chunks if chunk.stage == program.stage) > 0
+    said = texts(graph_canvas(plan))
+    assert said.count("stage 0") == said.count("stage 1") == 2 and sum(text.startswith("sends ") for text in said) == 3
+    of_file = texts(graph_canvas(Plan.from_json(plan.to_json())))
+    assert of_file.count("stage 1") == 2 and not any(text.startswith("sends ") for text in of_file)
+
+
+def test_memory_of_a_pipeline_is_drawn_stage_by_stage(plans: dict[str, Plan]) -> None:
+    said = texts(memory_canvas(plans["staged"]))
+    assert {"stage 0", "stage 1", "this plan, stage 0", "this plan, stage 1", "plain data parallel, 4 ranks"} <= set(said)
+    assert sum(text.startswith("peak ") for text in said) == 2
+
+
 @pytest.mark.parametrize(("value", "expected"), [(0.7, 1), (1.0, 1), (1.2, 2), (3.0, 5), (0.0012, 0.002), (7e6, 1e7), (5.1, 10)])
 def test_steps_of_an_axis_are_round(value: float, expected: float) -> None:
     assert nice(value) == pytest.approx(expected)
@@ -290,7 +344,7 @@ def test_steps_of_an_axis_are_round(value: float, expected: float) -> None:
 
 def test_memory_shows_the_peak_and_where_it_is(plan: Plan) -> None:
     simulation = max(plan.simulate(), key=lambda simulation: simulation.peak_bytes)
-    columns = _columns(simulation)
+    columns = _columns(simulation, simulation.step_seconds)
     assert len(columns) == 700 and max(moment.peak_bytes for moment in columns) == simulation.peak_bytes == plan.predicted.peak_bytes
     assert all(a.seconds <= b.seconds for a, b in pairwise(columns)) and columns[-1].instruction == "optimizer.step"
     words = simulation.peak_at.split(" on ")[0]

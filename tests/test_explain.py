@@ -12,7 +12,7 @@ from partitioner.errors import PlanError
 from partitioner.explain import WIDTH, named, reason
 from partitioner.plan import Alternative, Explanation, MoreMemory
 from tests.driver_models import Deep, planned
-from tests.test_plan import plan_of
+from tests.test_plan import plan_of, staged_plan
 
 CAP = 400_000
 
@@ -136,6 +136,55 @@ def test_communication_that_limits_is_named() -> None:
         in " ".join(text.split())
     )
     assert "with 4.0 GB more a rank 1.10 s, 12 % less, in 2 micro-batches" in text
+
+
+def in_stages(*ways: Alternative, **changes: Any) -> Plan:
+    return staged_plan(explanation=Explanation(alternatives=ways, compute_seconds=1.0, communication_seconds=0.1, peak_at="forward"), **changes)
+
+
+def test_a_pipeline_is_explained_stage_by_stage_and_what_is_faster_without_is_told() -> None:
+    slow = way(step_seconds=1.5)
+    text = in_stages(slow, way(ranks=1, shard="none", step_seconds=2.0)).explain()
+    lines = text.split("\n")
+    assert max(map(len, lines)) <= WIDTH
+    assert lines[lines.index("stages: 2, 1f1b, 2 micro-batches") + 2].endswith(" GB  busy 70 %  bubble 20 %")
+    assert "limit: stage 0, which computes 80 % of the 1.25 s" in text
+    assert "without stages: the best, ZeRO-2, takes 1.50 s" in text
+    assert "this plan: 2 stages (1f1b) of " in text
+    quick = in_stages(slow, way(shard="none", step_seconds=1.0)).explain()
+    assert "without stages: DDP takes 1.00 s, 20 % less; leave out pp" in quick
+    assert "  is 20 % faster, but pp=2 was asked for" in quick
+    alone = in_stages(slow, way(ranks=1, shard="none", step_seconds=1.0)).explain()
+    assert "without stages: one device takes 1.00 s, 20 % less; plan with gpus=1" in alone
+    assert "without stages: nothing fits" in in_stages(way(peak_bytes=10**12)).explain()
+    assert "stages: 2, 1f1b" in Plan.from_json(staged_plan().to_json()).explain(), "a file that holds no alternatives"
+
+
+def test_a_pipeline_is_compared_with_all_its_devices_without_stages() -> None:
+    made = planned(Deep(layers=2), "4 cpu-local", constraints={"pp": 2, "dp": 2, "micro_batches": 2, "schedule": "1f1b"})
+    assert made.explained is not None
+    assert {found.ranks for found in made.explained.alternatives} == {1, 4}
+    for found in made.explained.alternatives:
+        if found.checkpoint == "none" and found.shard in ("none", "zero2"):  # a plan of zero3 may keep parameters gathered, alternatives do not
+            same = planned(Deep(layers=2), f"{found.ranks} cpu-local", constraints={"shard": found.shard, "checkpoint": "none", "micro_batches": 1})
+            assert same.predicted.peak_bytes == found.peak_bytes
+            assert same.predicted.step_seconds == pytest.approx(found.step_seconds)
+    for run in made.predicted.runs:
+        assert 0 < run.compute_seconds < run.step_seconds and 0 < run.bubble_seconds < run.step_seconds - run.compute_seconds + 1e-9
+    assert "stages: 2, 1f1b, 2 micro-batches" in str(made) and "without stages: " in made.explain()
+
+
+def test_differences_name_the_cuts_that_moved_and_the_schedule() -> None:
+    plan = staged_plan()
+    moved = tuple(block.model_copy(update={"stage": 1}) if block.label == "model.layers.1" else block for block in plan.blocks)
+    text = plan.diff(staged_plan(blocks=moved))
+    assert "blocks: 4 of 5 decided alike" in text and "  model.layers.1: stage 0 → stage 1" in text
+    text = plan.diff(staged_plan(schedule="gpipe"))
+    assert "schedule  1f1b → gpipe" in text and "blocks: 5 of 5 decided alike" in text
+    text = plan.diff(staged_plan(schedule="interleaved"))
+    assert "stage 1 → stage 0" in text and "chunk" not in text
+    assert "schedule   1f1b → none" in plan.diff(plan_of()), "the mesh says what became of the stages"
+    assert "stage 0" not in plan.diff(plan_of())
 
 
 def test_a_plan_does_not_differ_from_itself(tight: Plan) -> None:

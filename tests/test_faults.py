@@ -36,6 +36,7 @@ from tests.fault_ranks import (
     run,
     step,
     stopped,
+    train_in_stages,
 )
 from tests.small_programs import Chain, eager, leaves
 
@@ -94,6 +95,24 @@ def test_a_rank_that_stays_in_its_own_code_did_not_arrive() -> None:
     for end in run(3, train_and_meet, endless, lost=1):
         assert (end.kind, end.ranks) == ("PeerError", (1,)) and end.after < MOST_SECONDS
         assert "rank 1 did not arrive: it lives, and is still in its own code after program run 3" in end.text
+
+
+@pytest.mark.parametrize(("lost", "fault", "part"), [(1, killed, "rank 1 is gone"), (2, stopped, "rank 2 is gone")])
+def test_a_rank_of_a_pipeline_that_is_lost_is_named_on_all_others(lost: int, fault: Fault, part: str) -> None:
+    ends = run(4, train_in_stages, lost, fault, 6, lost=lost, seconds=60)
+    assert len(ends) == 3
+    for end in ends:
+        assert (end.kind, end.ranks, end.exit_code) == ("PeerError", (lost,), 0), end
+        assert part in end.text and " of 4 waited at " in end.text and "parallel.load(folder, optimizer)" in end.text
+        assert end.after < MOST_SECONDS
+
+
+def test_an_error_of_one_stage_is_told_to_the_others() -> None:
+    *others, own = run(4, train_in_stages, 3, raises, 6, seconds=60)
+    assert (own.kind, own.text) == ("ValueError", "no rows left")
+    for end in others:
+        assert (end.kind, end.ranks) == ("PeerError", (3,)), end
+        assert "rank 3 failed at FORWARD block " in end.text and "with ValueError: no rows left" in end.text
 
 
 # --- whole processes, to their end -------------------------------------------------------------------------------

@@ -12,7 +12,7 @@ from partitioner.cluster import Cluster
 from partitioner.errors import ClusterError, PlanError
 from partitioner.plan import Alternative, Explanation, MoreMemory
 from tests.hostile import CLUSTERS, cluster_files, plan_files, read_cluster, read_plan
-from tests.test_plan import plan_of
+from tests.test_plan import plan_of, staged_plan
 
 WAY = Alternative(ranks=4, shard="zero2", checkpoint="none", micro_batches=1, step_seconds=1.5, peak_bytes=10**9)
 WHY = Explanation(
@@ -23,11 +23,12 @@ WHY = Explanation(
     peak_at="backward of model.layers.3",
 )
 PLAN = plan_of(explanation=WHY).to_json().encode()
+STAGED = staged_plan(schedule="interleaved", explanation=WHY).to_json().encode()
 FEW = settings(max_examples=150, deadline=None, suppress_health_check=list(HealthCheck))
 
 
 @FEW
-@given(data=plan_files([PLAN]))
+@given(data=plan_files([PLAN, STAGED]))
 def test_plan_files_are_read_or_refused(tmp_path_factory: pytest.TempPathFactory, data: bytes) -> None:
     path = tmp_path_factory.getbasetemp() / "fuzz.json"
     path.write_bytes(data)

@@ -30,6 +30,7 @@ from partitioner.plan import (
     SavedSet,
 )
 from partitioner.plan_file import MAX_FILE_BYTES
+from partitioner.schedules import chunks_of
 
 
 def plan_of(layers: int = 4, ranks: int = 4, **changes: Any) -> Plan:
@@ -66,6 +67,46 @@ def plan_of(layers: int = 4, ranks: int = 4, **changes: Any) -> Plan:
         "constraints": {"shard": "zero3"},
     }
     return Plan(**{**fields, **changes})
+
+
+def staged_plan(stages: int = 2, schedule: str = "1f1b", layers: int = 4, **changes: Any) -> Plan:
+    """The plan in stages of two ranks, each of as many blocks or one more; later stages wait longer and hold less."""
+    plan = plan_of(layers=layers)
+    chunks = chunks_of(schedule, stages)  # type: ignore[arg-type]
+    blocks = [block.model_copy(update={"stage": at * chunks // len(plan.blocks)}) for at, block in enumerate(plan.blocks)]
+    figures = [
+        RankPrediction(
+            step_seconds=1.25,
+            peak_bytes=(61 - stage) * 10**9,
+            compute_seconds=1.0 - stage % 2 / 8,
+            bubble_seconds=0.125 + stage % 2 / 8,
+            breakdown={"parameters": 2 * 10**9, "saved values": (59 - stage) * 10**9},
+        )
+        for stage in range(stages)
+    ]
+    fields: dict[str, Any] = {
+        "mesh": {"pp": stages, "dp": 2},
+        "schedule": schedule,
+        "blocks": tuple(blocks),
+        "predicted": Predicted.of(figure for figure in figures for _ in range(2)),
+        "constraints": {"pp": stages},
+    }
+    return plan_of(layers=layers, **{**fields, **changes})
+
+
+def test_a_plan_in_stages_prints_them() -> None:
+    lines = str(staged_plan()).split("\n")
+    assert lines[0].startswith("Llama on 4 ranks (pp 2 x dp 2)")
+    at = lines.index("stages: 2, 1f1b, 2 micro-batches")
+    assert lines[at + 1 : at + 3] == [
+        "  0  model.embed … layers.1  3 blocks  parameters 2.0 GB  peak 61.0 GB  busy 80 %  bubble 10 %",
+        "  1  model.layers.2 … 3      2 blocks  parameters 2.0 GB  peak 60.0 GB  busy 70 %  bubble 20 %",
+    ]
+    assert Plan.from_json(staged_plan().to_json()) == staged_plan()
+    turns = str(staged_plan(schedule="interleaved")).split("\n")
+    assert any(line.startswith("  0  model.embed … layers.0, model.layers.2  3 blocks") for line in turns)
+    many = str(staged_plan(stages=40, layers=80)).split("\n")
+    assert len(many) <= 40 and max(map(len, many)) <= 120 and "  … 32 more stages" in many
 
 
 def test_a_plan_survives_its_file(tmp_path: Path) -> None:

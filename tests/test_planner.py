@@ -64,7 +64,7 @@ def test_under_a_cap_the_free_choice_beats_the_pinned_ones() -> None:
 
 
 def test_the_cap_holds_to_the_byte() -> None:
-    one_choice = {"shard": "none", "checkpoint": "full", "micro_batches": 2}
+    one_choice = {"pp": 1, "shard": "none", "checkpoint": "full", "micro_batches": 2}
     peak = planned(constraints=one_choice).predicted.peak_bytes
     assert planned(constraints=one_choice, memory=peak).predicted.peak_bytes == peak
     with pytest.raises(InfeasibleError, match="too much"):
