@@ -367,35 +367,6 @@ def test_buffers_that_one_stage_computes_are_the_same_on_every_rank(ranks: int) 
             torch.testing.assert_close(buffers[name], buffer, rtol=1e-12, atol=1e-12)
 
 
-# ---------------------------------------------------------------------------------------------------------------------------- choosing
-
-
-def test_the_solver_takes_stages_by_itself_only_where_nothing_fits_without() -> None:
-    asked = {"gpus": "1x2 h100-sxm", "example_inputs": (torch.zeros(2, 512),), "loss": square}
-    model = nn.Sequential(*(nn.Sequential(nn.Linear(512, 512), nn.Tanh(), nn.Linear(512, 512), nn.GELU()) for _ in range(6)))
-    free = make_plan(model, **asked)  # type: ignore[arg-type]
-    assert free.mesh == {"dp": 2}
-    staged = make_plan(model, **asked, constraints={"pp": 2, "shard": "none"})  # type: ignore[arg-type]
-    one = make_plan(model, **asked, constraints={"pp": 1, "shard": "none"})  # type: ignore[arg-type]
-    assert staged.predicted.peak_bytes < 0.6 * one.predicted.peak_bytes
-    memory = (staged.predicted.peak_bytes + one.predicted.peak_bytes) // 2
-    chosen = make_plan(model, **asked, memory=memory, constraints={"shard": "none"})  # type: ignore[arg-type]
-    assert chosen.mesh == {"pp": 2, "dp": 1} and chosen.predicted.peak_bytes <= memory
-    with pytest.raises(InfeasibleError, match="Ways out"):
-        make_plan(model, **asked, memory=memory // 8, constraints={"shard": "none"})  # type: ignore[arg-type]
-
-
-def test_stages_keep_less_where_memory_binds_and_the_bound_holds() -> None:
-    model = stack(12)
-    asked = {"gpus": "1x4 h100-sxm", "example_inputs": (torch.zeros(64, 8),), "loss": square}
-    pins = {"pp": 4, "micro_batches": 4, "schedule": "1f1b"}
-    free = make_plan(model, **asked, constraints=pins)  # type: ignore[arg-type]
-    lean = make_plan(model, **asked, constraints={**pins, "checkpoint": "full"})  # type: ignore[arg-type]
-    memory = (free.predicted.peak_bytes + lean.predicted.peak_bytes) // 2
-    tight = make_plan(model, **asked, constraints=pins, memory=memory)  # type: ignore[arg-type]
-    assert tight.predicted.peak_bytes <= memory < free.predicted.peak_bytes
-    assert free.bound_seconds <= free.predicted.step_seconds <= tight.predicted.step_seconds * (1 + 1e-9)
-
 
 def with_targets() -> tuple[int, int]:
     """Predicted and measured bytes where every micro-batch's loss is torch's, which leaves its sum in a storage as large as its input."""

@@ -1,0 +1,36 @@
+"""When the solver takes pipeline stages by itself, and what it keeps where memory binds."""
+
+import pytest
+import torch
+from torch import nn
+
+from partitioner import make_plan
+from partitioner.errors import InfeasibleError
+from tests.test_pipeline import square, stack
+
+
+def test_the_solver_takes_stages_by_itself_only_where_nothing_fits_without() -> None:
+    asked = {"gpus": "1x2 h100-sxm", "example_inputs": (torch.zeros(2, 512),), "loss": square}
+    model = nn.Sequential(*(nn.Sequential(nn.Linear(512, 512), nn.Tanh(), nn.Linear(512, 512), nn.GELU()) for _ in range(6)))
+    free = make_plan(model, **asked)  # type: ignore[arg-type]
+    assert free.mesh == {"dp": 2}
+    staged = make_plan(model, **asked, constraints={"pp": 2, "shard": "none"})  # type: ignore[arg-type]
+    one = make_plan(model, **asked, constraints={"pp": 1, "shard": "none"})  # type: ignore[arg-type]
+    assert staged.predicted.peak_bytes < 0.6 * one.predicted.peak_bytes
+    memory = (staged.predicted.peak_bytes + one.predicted.peak_bytes) // 2
+    chosen = make_plan(model, **asked, memory=memory, constraints={"shard": "none"})  # type: ignore[arg-type]
+    assert chosen.mesh == {"pp": 2, "dp": 1} and chosen.predicted.peak_bytes <= memory
+    with pytest.raises(InfeasibleError, match="Ways out"):
+        make_plan(model, **asked, memory=memory // 8, constraints={"shard": "none"})  # type: ignore[arg-type]
+
+
+def test_stages_keep_less_where_memory_binds_and_the_bound_holds() -> None:
+    model = stack(12)
+    asked = {"gpus": "1x4 h100-sxm", "example_inputs": (torch.zeros(64, 8),), "loss": square}
+    pins = {"pp": 4, "micro_batches": 4, "schedule": "1f1b"}
+    free = make_plan(model, **asked, constraints=pins)  # type: ignore[arg-type]
+    lean = make_plan(model, **asked, constraints={**pins, "checkpoint": "full"})  # type: ignore[arg-type]
+    memory = (free.predicted.peak_bytes + lean.predicted.peak_bytes) // 2
+    tight = make_plan(model, **asked, constraints=pins, memory=memory)  # type: ignore[arg-type]
+    assert tight.predicted.peak_bytes <= memory < free.predicted.peak_bytes
+    assert free.bound_seconds <= free.predicted.step_seconds <= tight.predicted.step_seconds * (1 + 1e-9)
