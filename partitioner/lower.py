@@ -41,11 +41,7 @@ def units_of(blocks: Sequence[Block], shards: Sequence[Shard], parameters: Seque
 
     A parameter that blocks of several stages read is a unit of its own, which those stages hold.
     """
-    holders: dict[str, set[int]] = {}
-    for block in blocks if pipeline is not None else ():
-        for port in block.reads:
-            if port.kind == "parameter":
-                holders.setdefault(port.name, set()).add(pipeline.stage(block.index))  # type: ignore[union-attr]
+    holders = {} if pipeline is None else pipeline.holders(blocks)
     seen: set[str] = set()
     units: list[Unit] = []
     for block, shard in zip(blocks, shards, strict=True):

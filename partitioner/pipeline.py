@@ -46,15 +46,19 @@ class Pipeline:
         return schedule(self.schedule, self.stages, micro_batches)[stage]
 
 
-    def homes(self, blocks: Sequence[Block]) -> dict[str, tuple[int, ...]]:
-        """Parameter -> the chunks, ascending, on stages that hold it because a block there reads it."""
+    def holders(self, blocks: Sequence[Block]) -> dict[str, set[int]]:
+        """Parameter -> the stages that hold it because a block there reads it."""
         stages: dict[str, set[int]] = {}
         for block in blocks:
             for port in block.reads:
                 if port.kind == "parameter":
                     stages.setdefault(port.name, set()).add(self.stage(block.index))
+        return stages
+
+    def homes(self, blocks: Sequence[Block]) -> dict[str, tuple[int, ...]]:
+        """Parameter -> the chunks, ascending, on stages that hold it."""
         every = range(self.count)
-        return {name: tuple(k for k in every if stage_of(self.schedule, k, self.stages) in held) for name, held in stages.items()}
+        return {name: tuple(k for k in every if stage_of(self.schedule, k, self.stages) in held) for name, held in self.holders(blocks).items()}
 
 
 @dataclass(frozen=True)

@@ -156,7 +156,6 @@ class _Stages:
     def fit(self) -> Verdict:
         """The quickest choice found whose simulated peaks fit, from what would be taken if memory did not limit."""
         limit = self.task.capacity_bytes
-        fixed = sum(self.task.fixed_bytes.values())
         answer, best, least = self.free, None, inf
         tried: set[tuple[int, ...]] = set()
         for _ in range(_CORRECTIONS):
@@ -170,7 +169,7 @@ class _Stages:
             for trial in verdict.trials:
                 peaks[trial.program.stage] = max(peaks[trial.program.stage], trial.simulation.peak_bytes)
             modelled = dict(zip(self.device, answer.bytes, strict=True))
-            capacity = tuple(max(0, limit - fixed + modelled[stage] - (peak - fixed)) for stage, peak in enumerate(peaks))
+            capacity = tuple(max(0, limit + modelled[stage] - peak) for stage, peak in enumerate(peaks))
             if capacity in tried:
                 break
             tried.add(capacity)
