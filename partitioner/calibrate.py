@@ -76,6 +76,7 @@ def local_cluster(ranks: int, link: Link | None = None) -> Cluster:
         intra=link,
         inter=link,
         overlap=device == "cuda",
+        share=share,
         sources=sources,
     )
 

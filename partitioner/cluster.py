@@ -64,7 +64,11 @@ class Link(BaseModel):
 
 
 class Cluster(BaseModel):
-    """`nodes` x `devices_per_node` equal devices. All figures are per device; rates are peaks, which `efficiency` scales."""
+    """`nodes` x `devices_per_node` equal devices. All figures are per device; rates are peaks, which `efficiency` scales.
+
+    share: less than 1 where CPU ranks outnumber the cores of their machine: how much of a core each has while all compute, which is what the rates
+    are for. While some wait, the others have more, up to a whole one.
+    """
 
     model_config = _STRICT
     name: Text
@@ -79,6 +83,7 @@ class Cluster(BaseModel):
     intra: Link
     inter: Link
     overlap: bool
+    share: Fraction = 1.0
     sources: dict[Text, Text] = {}
 
     @model_validator(mode="after")

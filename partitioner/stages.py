@@ -142,16 +142,17 @@ class _Stages:
     @cached_property
     def bound(self) -> float:
         """Seconds that a step of so many micro-batches takes at least, whatever memory there is."""
-        if self.chunks == self.task.stages:
-            return self.count * self.free.bound
-        return self.count * sum(min(o.seconds for o in options) for options in self.problem(None).blocks) / self.task.stages
+        even = sum(min(o.seconds for o in options) for options in self.problem(None).blocks) / self.task.stages
+        slowest = self.free.bound * self.task.cluster.share if self.chunks == self.task.stages else 0.0
+        return self.count * max(even, slowest)
 
     @cached_property
     def estimate(self) -> float:
         """Seconds of the schedule if memory does not limit: backward takes twice the time of forward, messages none."""
-        share = {"F": 1 / 3, "B": 2 / 3, "I": 1 / 3, "W": 1 / 3}
+        part = {"F": 1 / 3, "B": 2 / 3, "I": 1 / 3, "W": 1 / 3}
         turns = schedule(self.name, self.task.stages, self.count)
-        return makespan(self.name, turns, lambda turn: share[turn.op] * self.free.seconds[turn.chunk])
+        alone = makespan(self.name, turns, lambda turn: part[turn.op] * self.free.seconds[turn.chunk])
+        return max(self.bound, alone * self.task.cluster.share)
 
     def fit(self) -> Verdict:
         """The quickest choice found whose simulated peaks fit, from what would be taken if memory did not limit."""

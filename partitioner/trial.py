@@ -128,7 +128,7 @@ def trial(task: Task, prepared: Prepared, choice: Choice) -> tuple[Trial, ...]:
         alike = (column[0].rows, column[0].whole_rows, tuple(local))
         if alike not in played:
             lasting = [_lasting(task, units, shapes) for units, shapes in zip(ghosts, local, strict=True)]
-            played[alike] = simulate_together(list(zip(column, lasting, strict=True)), overlap=task.cluster.overlap)
+            played[alike] = simulate_together(list(zip(column, lasting, strict=True)), overlap=task.cluster.overlap, share=task.cluster.share)
         for program, simulation in zip(column, played[alike], strict=True):
             found[program.stage, program.rank] = Trial(program, simulation)
     return tuple(found[program.stage, program.rank] for program in programs)

@@ -9,10 +9,15 @@ A `Tracer` notes of every instruction what it awaits, as the player asks for it.
 
 Communication waits for the compute issued before it, because a collective reads what that compute wrote; the end of the step waits for all.
 A message is a rendezvous: where nobody ever asks for it, whoever awaits it hangs, and `play` says who.
+
+Where ranks outnumber the cores of their machine, those that compute share them evenly: with 4 ranks on 2 cores one alone computes as fast as two, and
+four at once half as fast. So all are played in one order of time, and what has been computed is counted in work, not in seconds.
 """
 
+import heapq
 from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass, field
+from math import inf
 from typing import NamedTuple
 
 from partitioner.errors import ProgramError
@@ -96,21 +101,45 @@ class Tracer:
         self.lines.append(self._open)
 
 
-def play(ranks: Sequence[Sequence[Line]], overlap: bool) -> list[Times]:
-    """Times of ranks that exchange messages, one of each stage. Raises Hang where some wait for each other forever."""
+def play(ranks: Sequence[Sequence[Line]], overlap: bool, share: float = 1.0) -> list[Times]:
+    """Times of ranks that exchange messages, one of each stage. Raises Hang where some wait for each other forever.
+
+    share: how much of a core each rank has while all of them compute. Ranks that wait leave theirs to the others, each of which can use a whole one.
+    """
     post = _Post()
     players = [_Rank(lines, overlap, post) for lines in ranks]
-    waiting = {index: player.run() for index, player in enumerate(players)}
-    while waiting:
-        moved = False
-        for index, run in list(waiting.items()):
-            before = players[index].at
-            if next(run, None) is None:
-                del waiting[index]
-                moved = True
-            moved = moved or players[index].at != before
-        if not moved:
-            raise Hang({index: (players[index].at, players[index].wants) for index in waiting})
+    runs = [player.run() for player in players]
+    now = work = 0.0  # seconds, and the work that whoever computes has done in them: seconds at `share` of a core
+    computing: list[tuple[float, int]] = []  # (work at its end, rank)
+    waiting: list[tuple[float, int]] = []  # (time, rank)
+    blocked: dict[Route, list[int]] = {}
+    ready = list(range(len(players)))
+    while True:
+        for index in ready:
+            want = next(runs[index], None)
+            if isinstance(want, Route):
+                blocked.setdefault(want, []).append(index)
+            elif isinstance(want, _Compute):
+                heapq.heappush(computing, (work + want.seconds, index))
+            elif want is not None:
+                heapq.heappush(waiting, (want, index))
+        ready = [index for route in post.complete() for index in blocked.pop(route, ())]
+        if ready:
+            continue
+        speed = min(1 / share, len(players) / max(1, len(computing)))
+        done = now + (computing[0][0] - work) / speed if computing else inf
+        if waiting and waiting[0][0] <= done:
+            then, index = heapq.heappop(waiting)
+            work += (then - now) * speed
+        elif computing:
+            then = done
+            work, index = heapq.heappop(computing)
+        else:
+            break
+        now = players[index].now = then
+        ready = [index]
+    if blocked:
+        raise Hang({index: (players[index].at, route) for route, held in blocked.items() for index in held})
     return [player.times for player in players]
 
 
@@ -129,66 +158,78 @@ class _Post:
     """Messages: when they were offered, when they were asked for, and from both when they arrive."""
 
     def __init__(self) -> None:
-        self.offered: dict[Route, tuple[float, float]] = {}  # start, seconds
-        self.asked: dict[Route, float] = {}
+        self.arrivals: dict[Route, float] = {}
+        self._offered: dict[Route, tuple[float, float]] = {}  # start, seconds
+        self._asked: dict[Route, float] = {}
+        self._fresh: list[Route] = []
 
-    def arrival(self, route: Route) -> float | None:
-        if route not in self.offered or route not in self.asked:
-            return None
-        start, seconds = self.offered[route]
-        return max(start, self.asked[route]) + seconds
+    def offer(self, route: Route, start: float, seconds: float) -> None:
+        self._offered[route] = (start, seconds)
+        self._meet(route)
+
+    def ask(self, route: Route, at: float) -> None:
+        self._asked[route] = at
+        self._meet(route)
+
+    def complete(self) -> list[Route]:
+        """The messages that have both ends since the last call."""
+        fresh, self._fresh = self._fresh, []
+        return fresh
+
+    def _meet(self, route: Route) -> None:
+        if route in self._offered and route in self._asked:
+            start, seconds = self._offered[route]
+            self.arrivals[route] = max(start, self._asked[route]) + seconds
+            self._fresh.append(route)
+
+
+class _Compute(NamedTuple):
+    """Work that is shared out among cores, in seconds at the rank's share of them."""
+
+    seconds: float
 
 
 class _Rank:
+    """`now`: until when its compute stream is taken."""
+
     def __init__(self, lines: Sequence[Line], overlap: bool, post: _Post) -> None:
         self.lines, self.overlap, self.post = lines, overlap, post
-        self.at = 0
-        self.wants: Hashable = None
+        self.at, self.now = 0, 0.0
         self.times = Times()
-        self._clock: dict[str, float] = {"compute": 0.0}
+        self._streams: dict[str, float] = {}
         self._units: dict[int, float] = {}
 
-    def run(self) -> Iterator[int]:
-        """Play on until a message is awaited that is not under way yet."""
-        clock = self._clock
+    def run(self) -> Iterator["_Compute | Route | float"]:
+        """Play line by line. Yields work to do, a message to await, or a time; whoever plays sets `now` and comes back."""
         for at, line in enumerate(self.lines):
             self.at, awaited = at, 0.0
             for what in line.awaits:
                 if not isinstance(what, Route):
                     awaited = max(awaited, self._units.get(what, 0.0))  # type: ignore[call-overload]
                     continue
-                while (arrival := self.post.arrival(what)) is None:
-                    self.wants = what
-                    yield self.at
-                awaited = max(awaited, arrival)
-            self.times.issued.append(max(clock.values()) if line.stream == "end" else clock["compute"])
-            self._run(line, awaited)
-        self.at = len(self.lines)
-        self.times.end = max(clock.values())
-
-    def _run(self, line: Line, awaited: float) -> None:
-        clock = self._clock
-        if line.message is not None:
-            self._message(line, line.message, awaited)
-            return
-        stream = line.stream if self.overlap and line.stream != "end" else "compute"
-        start = max(clock.get(stream, 0.0), clock["compute"], awaited)
-        clock[stream] = start + line.seconds
-        if line.unit is not None:
-            self._units[line.unit] = clock[stream]
-        if line.seconds:
-            self.times.events.append((line.stream, line.text, start, clock[stream]))
-
-    def _message(self, line: Line, route: Route, awaited: float) -> None:
-        """Whoever sends goes on at once where streams overlap, else after the copy; whoever receives goes on at once."""
-        clock = self._clock
-        clock["compute"] = max(clock["compute"], awaited)
-        if not line.sends:
-            self.post.asked[route] = clock["compute"]
-            return
-        stream = f"send {route.target}" if self.overlap else "compute"
-        start = max(clock.get(stream, 0.0), clock["compute"])
-        clock[stream] = start + line.seconds
-        self.post.offered[route] = (start, line.seconds)
-        if line.seconds:
-            self.times.events.append((line.stream, line.text, start, clock[stream]))
+                while what not in self.post.arrivals:
+                    yield what
+                awaited = max(awaited, self.post.arrivals[what])
+            self.times.issued.append(max(self.now, *self._streams.values(), 0.0) if line.stream == "end" else self.now)
+            here = line.stream in ("compute", "end") or not self.overlap
+            if awaited > self.now and (here or line.message is not None):
+                yield awaited
+            start = self.now
+            if line.message is not None and not line.sends:
+                self.post.ask(line.message, self.now)
+                continue
+            if not here:
+                stream = line.stream if line.message is None else f"send {line.message.target}"
+                start = max(self._streams.get(stream, 0.0), self.now, awaited)
+                end = self._streams[stream] = start + line.seconds
+            if line.message is not None:
+                self.post.offer(line.message, start, line.seconds)
+            if here:
+                if line.seconds:
+                    yield _Compute(line.seconds) if line.stream == "compute" else self.now + line.seconds
+                end = self.now
+            if line.unit is not None:
+                self._units[line.unit] = end
+            if line.seconds:
+                self.times.events.append((line.stream, line.text, start, end))
+        self.times.end = max(self.now, *self._streams.values(), 0.0)

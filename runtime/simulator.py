@@ -242,12 +242,15 @@ def simulate(program: Program, lasting: Lasting, *, overlap: bool = True) -> Sim
     return only
 
 
-def simulate_together(stages: Sequence[tuple[Program, Lasting]], *, overlap: bool = True) -> list[Simulation]:
-    """Simulate the programs of all stages of a pipeline, which wait for each other's messages. Raises clock.Hang where they would forever."""
+def simulate_together(stages: Sequence[tuple[Program, Lasting]], *, overlap: bool = True, share: float = 1.0) -> list[Simulation]:
+    """Simulate the programs of all stages of a pipeline, which wait for each other's messages. Raises clock.Hang where they would forever.
+
+    share: how much of a core each has while all compute (see `clock.play`).
+    """
     machines = [_played(program, lasting) for program, lasting in stages]
     return [
         _timed(machine, lasting, times)
-        for machine, (_, lasting), times in zip(machines, stages, play([machine.lines for machine in machines], overlap), strict=True)
+        for machine, (_, lasting), times in zip(machines, stages, play([machine.lines for machine in machines], overlap, share), strict=True)
     ]
 
 
