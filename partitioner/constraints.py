@@ -16,14 +16,22 @@ MOST = 1_000_000  # ranks or micro-batches
 
 @dataclass(frozen=True)
 class Constraints:
-    """What is pinned. None: the solver chooses; `dp` None: as many ranks as a stage has."""
+    """What is pinned. None: the solver chooses; `dp` None: as many ranks as a stage has.
 
-    pp: int | None = None
+    `pp` None: stages where nothing fits without, for gradients cannot come back through the outputs of a pipeline; "auto": wherever they are quicker.
+    """
+
+    pp: int | Literal["auto"] | None = None
     dp: int | None = None
     schedule: Name | None = None
     micro_batches: int | None = None
     shard: Literal["none", "zero1", "zero2", "zero3", "auto"] = "auto"
     checkpoint: Literal["none", "full", "auto"] = "auto"
+
+    @property
+    def stages(self) -> int:
+        """How many stages are pinned; 1 where the solver chooses."""
+        return self.pp if isinstance(self.pp, int) else 1
 
     def as_dict(self) -> dict[str, Any]:
         """Only what is pinned, as the user would write it."""
@@ -61,9 +69,10 @@ def parse(given: Mapping[str, Any] | None, ranks: int) -> Constraints:
     if wanted.get("schedule") is not None and wanted["schedule"] not in SCHEDULES:
         raise ConstraintError(f"constraints['schedule'] is {wanted['schedule']!r}; it may be {', '.join(SCHEDULES)}")
     for key in ("pp", "dp", "micro_batches"):
-        if wanted.get(key) is not None and not _is_count(wanted[key]):
-            raise ConstraintError(f"constraints[{key!r}] is {wanted[key]!r}; write a whole number from 1 to {MOST:,}")
-    stages = wanted.get("pp") or 1
+        if wanted.get(key) is not None and not _is_count(wanted[key]) and (key, wanted[key]) != ("pp", "auto"):
+            also = ', or "auto"' if key == "pp" else ""
+            raise ConstraintError(f"constraints[{key!r}] is {wanted[key]!r}; write a whole number from 1 to {MOST:,}{also}")
+    stages = wanted["pp"] if _is_count(wanted.get("pp")) else 1
     if ranks % stages:
         raise ConstraintError(
             f"constraints['pp'] is {stages}, but {ranks} devices cannot be dealt to {stages} stages evenly; write a divisor of {ranks}"

@@ -31,7 +31,7 @@ from partitioner.runtime.optimizer_bytes import Shapes, prepared_step
 
 PATIENCE_SECONDS = 0.2
 _FEWEST, _MOST, _ENOUGH_SECONDS = 5, 13, 0.01  # runs of a call; no more once they took so long
-_CACHE_BYTES, _MOST_COPIES = 2**23, 8  # tensors that take turns are to be more than a core's own cache holds
+_CACHE_BYTES, _MOST_COPIES = 2**26, 32  # tensors that take turns are to be more than caches hold that ranks share
 _MOST_BYTES = 2**30
 _FILE_BYTES, _ENTRIES = 16 * 2**20, 50_000
 
@@ -96,7 +96,7 @@ class OpTimes:
     def _time(self, call: "_Call") -> float | None:
         try:
             with torch.no_grad(), torch.random.fork_rng(devices=[] if self.device.type == "cpu" else [self.device]):
-                return self._middle([call.bound(self.device) for _ in range(_copies(call.bytes))])
+                return self._middle(call.bound(self.device, _copies(call.bytes)))
         except (RuntimeError, IndexError, ValueError, TypeError, NotImplementedError):
             return None  # zeros are no valid index, or the op is not there on this device
 
@@ -147,9 +147,13 @@ class _Call:
         shown = map_arg((self.args, self.kwargs), lambda source: f"%{order[source]}")
         self.key = f"{self.target} {shown} {list(self._shapes.values())}"
 
-    def bound(self, device: torch.device) -> Callable[[], object]:
-        """The call on tensors of its own: floats drawn, integers zero, booleans true."""
-        made = {source: _tensor(*described, device) for source, described in self._shapes.items()}
+    def bound(self, device: torch.device, count: int) -> list[Callable[[], object]]:
+        """The call so many times, each on tensors of its own with the same values: floats drawn, integers zero, booleans true."""
+        first = {source: _storage(*described, device) for source, described in self._shapes.items()}
+        return [self._on({source: flat.clone() for source, flat in first.items()} if number else first, device) for number in range(count)]
+
+    def _on(self, storages: dict[fx.Node, Tensor], device: torch.device) -> Callable[[], object]:
+        made = {source: flat.as_strided(*self._shapes[source][:2]) for source, flat in storages.items()}
         args, kwargs = map_arg(self.args, made.__getitem__), map_arg(self.kwargs, made.__getitem__)
         target = self.target
         if "device" in kwargs:
@@ -162,7 +166,8 @@ def _number(node: fx.Node, rows: int | None) -> Any:
     return at.at(rows or 0) if isinstance(at, Linear) else at
 
 
-def _tensor(shape: tuple[int, ...], stride: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+def _storage(shape: tuple[int, ...], stride: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """The flat values of a tensor of this shape and stride."""
     extent = 1 + sum((size - 1) * step for size, step in zip(shape, stride, strict=True)) if prod(shape) else 0
     flat = torch.empty(extent, dtype=dtype, device=device)
     if dtype == torch.bool:
@@ -171,7 +176,7 @@ def _tensor(shape: tuple[int, ...], stride: tuple[int, ...], dtype: torch.dtype,
         flat.normal_()
     else:
         flat.zero_()
-    return flat.as_strided(shape, stride)
+    return flat
 
 
 def _read(path: Path) -> dict[str, float]:

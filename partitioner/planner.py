@@ -23,20 +23,35 @@ from partitioner.wording import counted
 _CORRECTIONS = 5
 
 
-def choose(task: Callable[[int], Task], stages: Sequence[int]) -> Verdict:
-    """The first verdict that fits, over meshes of so many `stages`; `task(n)` is the question for n.
+def choose(task: Callable[[int], Task], stages: Sequence[int], quickest: bool) -> Verdict:
+    """The quickest verdict that fits over meshes of so many `stages`, or the first; `task(n)` is the question for n.
 
-    Gradients cannot come back through the outputs of a pipeline, so it is taken by itself only where nothing fits without.
+    Gradients cannot come back through the outputs of a pipeline, so by itself it is the first: stages are taken where nothing fits without.
+    A mesh whose devices cannot compute their shares of the model as fast as the best step so far is not looked into.
     Raises the InfeasibleError of the first mesh where none fits.
     """
+    best: Verdict | None = None
+    bounds: list[float] = []
     refused: InfeasibleError | None = None
     for count in stages:
+        asked = task(count)
+        if best is not None and (least := Options(asked, 1).fastest / count) >= best.step_seconds:
+            bounds.append(least)
+            continue
         try:
-            return decide(task(count))
+            verdict = decide(asked)
         except InfeasibleError as error:
             refused = refused or error
-    assert refused is not None
-    raise refused
+            continue
+        bounds.append(verdict.bound_seconds)
+        if best is None or verdict.step_seconds < best.step_seconds:
+            best = verdict
+        if not quickest:
+            break
+    if best is None:
+        assert refused is not None
+        raise refused
+    return replace(best, bound_seconds=min(*bounds, best.step_seconds))
 
 
 def decide(task: Task) -> Verdict:

@@ -50,6 +50,7 @@ from partitioner.schedules import chunks_of
 from partitioner.trial import Shapes, Task, Verdict, communication, sizes_of, trial
 
 _STAGES = (1, 2, 4, 8)  # what is tried where the user does not say
+_MOST_STAGES = 64  # and where the quickest is sought
 
 
 def _prepared(graph: Graph, batch_dim: Any, prices: Prices, ranks: int, in_time: bool, chunks: int = 1, homes: Homes | None = None) -> Prepared:
@@ -114,7 +115,7 @@ class Session:
         self.args, self.kwargs = map_tensors(Tensor.contiguous, example_call(model, example_inputs, example_kwargs))
         self.cluster, self.ranks = cluster, cluster.devices
         self.constraints = parse(constraints, self.ranks)
-        self.stages = self.constraints.pp or 1
+        self.stages = self.constraints.stages
         self.chunks = chunks_of(self.constraints.schedule or "1f1b", self.stages)
         self.memory_bytes = None if memory is None else parse_bytes(memory)
         if self.memory_bytes is not None and self.memory_bytes > cluster.memory_bytes:
@@ -243,13 +244,15 @@ class Session:
             tell("comparing the capture with the model")
             verify_capture(self.model, graph, self.args, self.kwargs, loss=self.loss, targets=self.targets, has_targets=self.has_targets)
         asked = given is not None or self.constraints.pp is not None or self.constraints.dp is not None
-        meshes = [self.stages] if asked else [n for n in _STAGES if self.ranks % n == 0]
+        quickest = self.constraints.pp == "auto"
+        tried = range(1, _MOST_STAGES + 1) if quickest else _STAGES
+        meshes = [self.stages] if asked and not quickest else [n for n in tried if self.ranks % n == 0]
         fixed = self._fixed_bytes(graph)
 
         def ask(stages: int) -> Task:
             return self._task(request, stages, fixed)
 
-        verdict = choose(ask, meshes) if given is None else self._follow(ask(self.stages), given)
+        verdict = choose(ask, meshes, quickest) if given is None else self._follow(ask(self.stages), given)
         pipeline = verdict.choice.pipeline
         self.stages, self.chunks = pipeline.stages, pipeline.count
         task = ask(self.stages)

@@ -70,7 +70,7 @@ class Pipe:
         if not gradient:
             for dim in wire.expanded:
                 value = value.narrow(dim, 0, 1)
-        sent = _bits(value.contiguous())
+        sent = _bits(value.contiguous()).detach()  # of its own: who waits until nobody else holds it is not to wait for other stages' messages
         group = self._edges.get((self.stage, stage), self.stages)
         to = dist.get_group_rank(group, self._rank_of(stage))
         return Handle(lambda: dist.isend(sent, group=group, group_dst=to), (sent,), group, f"{_named(wire, gradient)} to stage {stage}", listed=False)

@@ -12,7 +12,6 @@ from torch import Tensor, nn
 from partitioner import Cluster, Plan, PlanError, auto_parallelize, make_plan
 from partitioner.errors import InfeasibleError, ProgramError
 from partitioner.runtime.check import check
-from partitioner.runtime.clock import Hang, Line, Route, play
 from partitioner.runtime.program import Instruction, Program, Request
 from partitioner.runtime.text import instruction_text, parse_program, program_text
 from partitioner.session import Session
@@ -209,20 +208,6 @@ def test_an_order_in_which_stages_wait_for_each_other_is_refused() -> None:
     with pytest.raises(ProgramError, match=r"read, but line \d+ gave it up|wait for each other forever") as error:
         check(changed)
     assert "-->" in str(error.value)
-
-
-def test_the_clock_says_who_waits_for_whom() -> None:
-    there, back = Route(0, 1, "v", 0, False), Route(1, 0, "v", 0, True)
-    ask, give = Line("send", "RECV", 0.0, message=there), Line("send", "SEND", 1.0, message=there, sends=True)
-    answer, take = Line("send", "SEND", 1.0, message=back, sends=True), Line("send", "RECV", 0.0, message=back)
-    work = Line("compute", "FORWARD", 2.0)
-    zero = [work, give, take, Line("compute", "BACKWARD", 2.0, awaits=[back])]
-    one = [ask, Line("compute", "FORWARD", 2.0, awaits=[there]), answer]
-    first, second = play([zero, one], overlap=True)
-    assert (first.end, second.end) == (8.0, 6.0)  # 2 + 1 + 2 + 1 + 2, and 2 + 1 + 2 + 1
-    with pytest.raises(Hang) as hang:
-        play([[take, Line("compute", "BACKWARD", 2.0, awaits=[back]), give], one], overlap=True)
-    assert hang.value.stuck == {0: (1, back), 1: (1, there)}
 
 
 def test_more_stages_than_ops_are_refused() -> None:

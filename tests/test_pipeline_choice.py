@@ -4,8 +4,9 @@ import pytest
 import torch
 from torch import nn
 
-from partitioner import make_plan
-from partitioner.errors import InfeasibleError
+from partitioner import Cluster, make_plan
+from partitioner.cluster import Link
+from partitioner.errors import ConstraintError, InfeasibleError
 from tests.test_pipeline import square, stack
 
 
@@ -34,3 +35,20 @@ def test_stages_keep_less_where_memory_binds_and_the_bound_holds() -> None:
     tight = make_plan(model, **asked, constraints=pins, memory=memory)  # type: ignore[arg-type]
     assert tight.predicted.peak_bytes <= memory < free.predicted.peak_bytes
     assert free.bound_seconds <= free.predicted.step_seconds <= tight.predicted.step_seconds * (1 + 1e-9)
+
+
+def test_where_asked_the_quickest_mesh_is_taken() -> None:
+    """Large parameters and little data between slow nodes: their gradients take longer to sum than a few values to send."""
+    model = nn.Sequential(*(nn.Sequential(nn.Linear(512, 512), nn.Tanh(), nn.Linear(512, 512), nn.GELU()) for _ in range(6)))
+    asked = {"example_inputs": (torch.zeros(64, 512),), "loss": square}
+    slow = Link(alpha_seconds=1e-6, bytes_per_second=1e8)
+    nodes = Cluster.preset("h100-sxm", 2, 1).model_copy(update={"inter": slow})
+    unasked = make_plan(model, gpus=nodes, **asked)  # type: ignore[arg-type]
+    staged = make_plan(model, gpus=nodes, **asked, constraints={"pp": "auto"})  # type: ignore[arg-type]
+    assert unasked.mesh == {"dp": 2} and staged.mesh == {"pp": 2, "dp": 1}
+    assert staged.bound_seconds <= staged.predicted.step_seconds < unasked.predicted.step_seconds
+    near = make_plan(model, gpus=nodes.model_copy(update={"inter": nodes.intra}), **asked, constraints={"pp": "auto"})  # type: ignore[arg-type]
+    alone = make_plan(model, gpus=nodes.model_copy(update={"inter": nodes.intra}), **asked, constraints={"pp": 1})  # type: ignore[arg-type]
+    assert near.predicted.step_seconds <= alone.predicted.step_seconds
+    with pytest.raises(ConstraintError, match="or \"auto\""):
+        make_plan(model, gpus=nodes, **asked, constraints={"pp": "many"})  # type: ignore[arg-type]

@@ -3,6 +3,7 @@
 import copy
 from dataclasses import dataclass
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -11,7 +12,9 @@ from torch import Tensor, nn
 
 from partitioner import auto_parallelize
 from partitioner.errors import NonFiniteError, PartitionerError
+from partitioner.runtime import wire
 from tests import ranks
+from tests.equality import PROOF, Composition, train_parallel
 
 ROWS = 8
 
@@ -135,6 +138,17 @@ def train_on(rows: list[int], schedule: str) -> list[tuple[float, float]]:
 def test_batches_may_have_other_numbers_of_rows_and_fewer_than_micro_batches() -> None:
     for losses in ranks.run(2, train_on, [8, 3, 1, 8, 11], "1f1b"):
         assert [mine for mine, _ in losses] == pytest.approx([plain for _, plain in losses], rel=1e-12)
+
+
+def patiently() -> list[float]:
+    """Sends that waited until the value's other messages are over would sit out ten minutes each."""
+    with patch.object(wire, "_SETTLE_SECONDS", 600.0):
+        return train_parallel("hf_llama", PROOF, Composition(4, "none", "none", 4, 4, "1f1b")).losses
+
+
+def test_a_message_does_not_wait_for_those_of_the_same_value_to_other_stages() -> None:
+    """Rotary tables go to three stages at once."""
+    assert len(set(map(tuple, ranks.run(4, patiently)))) == 1
 
 
 def meet_a_nan() -> tuple[list[str], float]:
