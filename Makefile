@@ -11,7 +11,7 @@ BIN := .venv/bin
 .PHONY: test demo lint clean
 
 test: .venv/installed lint
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest --session-timeout=3000
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses=2 --dist=worksteal --session-timeout=3000
 
 lint: .venv/installed
 	$(BIN)/ruff check .
