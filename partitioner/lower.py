@@ -105,10 +105,20 @@ def lower(
     loss, outputs, placements, buffers = _results(prepared)
     results = {ref.name for ref in (*(ref for ref, _ in outputs), *(ref for _, ref in buffers)) if ref.kind == "value"}
     results |= {loss} if loss else set()
-    routes = Routes.of(calls, functions, pipeline, loss)
-    sent = routes.sent(pipeline, calls, choice.micro_batches, not grad) if pipeline.stages > 1 else {}
-    wires = _wires(prepared, {*routes.readers, *results}) if pipeline.stages > 1 else {}
+    wires = _wires(prepared) if pipeline.stages > 1 else {}
     most = _rows(prepared.total, 0, ranks, choice.micro_batches)[0]
+
+    def quicker(call: Call) -> bool:
+        """Whether it takes longer to send what a block writes than what it reads, and to run it."""
+        if results.intersection(call.writes):
+            return False
+        seconds = prepared.price(made[call.function], False, most[0])
+        gone, come = call.writes, (ref.name for ref in call.reads if ref.kind == "value")
+        sending = [sum(communication("SEND", wires[name].bytes(most[0]), None) for name in names) for names in (gone, come)]
+        return seconds + sending[1] < sending[0]
+
+    routes = Routes.of(calls, functions, pipeline, loss, quicker)
+    sent = routes.sent(pipeline, calls, choice.micro_batches, not grad) if pipeline.stages > 1 else {}
     given = {call.reads[index].name for call in calls for index in functions[call.function].gradients if call.reads[index].kind == "parameter"}
 
     tied = frozenset(unit.number for unit in choice.units if len(unit.stages) > 1 and grad and unit.parameters[0] in given)
@@ -120,7 +130,7 @@ def lower(
     programs = []
     for stage, rank in ((stage, rank) for stage in range(pipeline.stages) for rank in only):
         rows, starts, whole_rows, whole_start = _rows(prepared.total, rank, ranks, choice.micro_batches)
-        own = [call for call in calls if pipeline.stage(call.number) == stage]
+        own = [call for call in calls if routes.runs(pipeline, call.number, stage)]
         held = tuple(unit for unit in choice.units if stage in unit.stages)
 
         def seconds(op: str, call: Call, mb: int, rows: tuple[int, ...] = rows) -> float:
@@ -184,23 +194,22 @@ def lower(
                 stage=stage,
                 stages=pipeline.stages,
                 chunked=pipeline.count > pipeline.stages,
-                wires=wires,
+                wires={name: wires[name] for name in sorted({*routes.readers, *results})} if pipeline.stages > 1 else {},
                 homes={name: routes.home[name] for name in sorted(results)} if pipeline.stages > 1 else {},
             )
         )
     return tuple(programs)
 
 
-def _wires(prepared: Prepared, names: set[str]) -> dict[str, Wire]:
-    """What the values look like that another stage may need."""
+def _wires(prepared: Prepared) -> dict[str, Wire]:
+    """What the values look like that blocks write."""
     found = {}
     for block in prepared.blocks.blocks:
         for at, name in enumerate(block.writes):
-            if name in names:
-                node = prepared.joint(block.cls).results[at]
-                val, sizes = node.meta["val"], tuple((size.fixed, size.per_row) for size in node.meta["sizes"])
-                expanded = tuple(dim for dim, step in enumerate(val.stride()) if step == 0 and val.shape[dim] > 1)
-                found[name] = Wire(name, sizes, val.dtype, expanded)
+            node = prepared.joint(block.cls).results[at]
+            val, sizes = node.meta["val"], tuple((size.fixed, size.per_row) for size in node.meta["sizes"])
+            expanded = tuple(dim for dim, step in enumerate(val.stride()) if step == 0 and val.shape[dim] > 1)
+            found[name] = Wire(name, sizes, val.dtype, expanded)
     return found
 
 

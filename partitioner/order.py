@@ -17,7 +17,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
-from partitioner.pipeline import Message, Pipeline, Routes, turns_of, walk
+from partitioner.pipeline import Message, Pipeline, Routes, turns_of
 from partitioner.runtime.program import Call, Function, Instruction, Unit
 from partitioner.schedules import Turn
 
@@ -86,7 +86,7 @@ class _Writer:
         self.here: set[int] = set()  # gathered zero3 units
         self.fresh: set[int] = set()  # refreshed zero1 and zero2 units
         stage = self.stage = order.stage
-        own = [call for call in order.calls if stage is None or stage.pipeline.stage(call.number) == stage.number]
+        own = [call for call in order.calls if stage is None or stage.routes.runs(stage.pipeline, call.number, stage.number)]
         self.last_reader = {ref.name: call.number for call in own for ref in call.reads if ref.kind == "value"}
         self.turns = self._turns(backward)
         self.needs = [stage.routes.before(turn, self._calls(turn), stage.number) if stage else [] for turn in self.turns]
@@ -106,7 +106,7 @@ class _Writer:
 
     def _calls(self, turn: Turn) -> list[Call]:
         if self.stage is not None:
-            return [self.order.calls[number] for number in walk(self.stage.pipeline, turn)]
+            return [self.order.calls[number] for number in self.stage.routes.walk(self.stage.pipeline, turn)]
         return list(self.order.calls if turn.op == "F" else reversed(self.order.calls))
 
     def _completions(self) -> dict[int, list[int]]:
@@ -193,8 +193,8 @@ class _Writer:
         seconds = self.order.price(use.op, call, use.mb)
         self._say(Instruction(use.op, block=call.number, mb=use.mb, drops=() if use.backward else self._drops(call), seconds=seconds))
         if self.stage is not None and use.op != "BACKWARD_WEIGHT":
-            routes = self.stage.routes
-            leaving = routes.after_backward(call, use.mb, self.stage.number) if use.backward else routes.after_forward(call, use.mb)
+            routes, here = self.stage.routes, self.stage.number
+            leaving = routes.after_backward(call, use.mb, here) if use.backward else routes.after_forward(call, use.mb, here)
             for message in leaving:
                 self._say(self._transfer("SEND", message, message.target))
         unread = tuple(name for name in call.writes if name not in self.last_reader and name not in self.order.held)

@@ -1,10 +1,11 @@
 """Which stage runs which blocks, in which turns; and from that, which values travel between stages.
 
 A *chunk* is a run of consecutive blocks; a schedule gives every chunk a stage, and every stage its turns. What a block reads of another stage is sent
-there once, straight from the stage that computes it, however far; its gradient comes back once the last reader there has given its share.
+there once, straight from the stage that computes it, however far; its gradient comes back once the last reader there has given its share. A block
+without parameters, gradients and draws (rotary tables, masks) is run anew by each stage that reads it where that is quicker than its messages.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from partitioner.passes.block import Block
@@ -74,22 +75,34 @@ class Message:
 
 @dataclass
 class Routes:
-    """Who needs what of whom. home: value -> its stage; readers: value -> other stages that read it; givers: (value, stage) -> blocks of
-    that stage whose backward gives a share of the value's gradient, for values that get one.
+    """Who needs what of whom. home: value -> its stage; readers: value -> other stages to which it is sent; givers: (value, stage) -> blocks of
+    that stage whose backward gives a share of the value's gradient, for values that get one; copies: (stage, chunk) -> blocks of other stages that
+    are run there anew; made: (stage, value) that are.
     """
 
     home: dict[str, int] = field(default_factory=dict)
     readers: dict[str, tuple[int, ...]] = field(default_factory=dict)
     givers: dict[tuple[str, int], tuple[int, ...]] = field(default_factory=dict)
+    copies: dict[tuple[int, int], tuple[int, ...]] = field(default_factory=dict)
+    made: set[tuple[int, str]] = field(default_factory=set)
 
     @staticmethod
-    def of(calls: Sequence[Call], functions: dict[str, Function], pipeline: Pipeline, loss: str | None) -> "Routes":
+    def of(
+        calls: Sequence[Call],
+        functions: dict[str, Function],
+        pipeline: Pipeline,
+        loss: str | None,
+        quicker: Callable[[Call], bool] = lambda call: False,
+    ) -> "Routes":
+        """quicker: whether a block that may be run anew on other stages should be."""
         routes = Routes(home={name: pipeline.stage(call.number) for call in calls for name in call.writes})
+        routes._copy(calls, pipeline, {call.number for call in calls if _repeats(call, functions[call.function]) and quicker(call)})
+        copied = [(calls[number], stage) for (stage, _), numbers in routes.copies.items() for number in numbers]
         readers: dict[str, set[int]] = {}
-        for call in calls:
+        for call, stage in [*((call, pipeline.stage(call.number)) for call in calls), *copied]:
             for ref in call.reads:
-                if ref.kind == "value" and pipeline.stage(call.number) != routes.home[ref.name]:
-                    readers.setdefault(ref.name, set()).add(pipeline.stage(call.number))
+                if ref.kind == "value" and not routes._here(ref.name, stage):
+                    readers.setdefault(ref.name, set()).add(stage)
         routes.readers = {name: tuple(sorted(stages)) for name, stages in readers.items()}
         reached = {loss}  # values that get a gradient
         givers: dict[tuple[str, int], list[int]] = {}
@@ -103,13 +116,48 @@ class Routes:
         routes.givers = {key: tuple(sorted(numbers)) for key, numbers in givers.items()}
         return routes
 
+    def _copy(self, calls: Sequence[Call], pipeline: Pipeline, repeated: set[int]) -> None:
+        """A stage runs a repeated block of another one in its first chunk that reads it, or in which another copy does."""
+        chunk: dict[tuple[int, int], int] = {}  # (stage, block) -> where it is run
+        read: dict[tuple[int, str], int] = {}  # (stage, value) -> the first chunk there that reads it
+        for call in reversed(calls):
+            own = pipeline.stage(call.number)
+            if call.number in repeated:
+                for stage in set(range(pipeline.stages)) - {own}:
+                    first = [read[stage, name] for name in call.writes if (stage, name) in read]
+                    if first:
+                        chunk[stage, call.number] = min(first)
+                        self.made.update((stage, name) for name in call.writes)
+            at = {own: pipeline.chunks[call.number], **{stage: where for (stage, number), where in chunk.items() if number == call.number}}
+            for stage, where in at.items():
+                for ref in call.reads:
+                    if ref.kind == "value":
+                        read[stage, ref.name] = min(where, read.get((stage, ref.name), where))
+        for (stage, number), where in sorted(chunk.items()):
+            self.copies[stage, where] = (*self.copies.get((stage, where), ()), number)
+
+    def _here(self, name: str, stage: int) -> bool:
+        """Whether a stage computes a value itself."""
+        return self.home[name] == stage or (stage, name) in self.made
+
+    def walk(self, pipeline: Pipeline, turn: Turn) -> tuple[int, ...]:
+        """The blocks of a turn in the order in which they run."""
+        blocks = pipeline.blocks(turn.chunk)
+        if turn.op != "F":
+            return blocks[::-1]
+        return (*self.copies.get((stage_of(pipeline.schedule, turn.chunk, pipeline.stages), turn.chunk), ()), *blocks)
+
+    def runs(self, pipeline: Pipeline, number: int, stage: int) -> bool:
+        """Whether a stage runs a block, as its own or anew."""
+        return pipeline.stage(number) == stage or any(number in numbers for (where, _), numbers in self.copies.items() if where == stage)
+
     def returned(self, name: str) -> tuple[int, ...]:
         """The other stages that send a share of a value's gradient back."""
         return tuple(stage for stage in self.readers.get(name, ()) if (name, stage) in self.givers)
 
-    def after_forward(self, call: Call, mb: int) -> list[Message]:
-        """What a block's stage sends once it has run."""
-        return [Message(name, mb, self.home[name], stage, False) for name in call.writes for stage in self.readers.get(name, ())]
+    def after_forward(self, call: Call, mb: int, stage: int) -> list[Message]:
+        """What a block's stage sends once it has run; others that run it anew send nothing."""
+        return [Message(name, mb, stage, to, False) for name in call.writes if self.home[name] == stage for to in self.readers.get(name, ())]
 
     def after_backward(self, call: Call, mb: int, stage: int) -> list[Message]:
         """The gradients that are complete on a stage once a block's backward has run: its givers run in reverse, so the first of them is the last."""
@@ -123,7 +171,7 @@ class Routes:
     def before(self, turn: Turn, calls: Sequence[Call], stage: int) -> list[Message]:
         """What a stage must have received before it runs a chunk's blocks forward, or backward."""
         if turn.op == "F":
-            names = dict.fromkeys(ref.name for call in calls for ref in call.reads if ref.kind == "value" and self.home[ref.name] != stage)
+            names = dict.fromkeys(ref.name for call in calls for ref in call.reads if ref.kind == "value" and not self._here(ref.name, stage))
             return [Message(name, turn.mb, self.home[name], stage, False) for name in names]
         if turn.op == "W":
             return []
@@ -134,9 +182,9 @@ class Routes:
         found: dict[tuple[int, int], list[Message]] = {}
         for stage in range(pipeline.stages):
             for turn in turns_of(pipeline, stage, micro_batches, forward_only):
-                for number in walk(pipeline, turn):
+                for number in self.walk(pipeline, turn):
                     call = calls[number]
-                    sent = self.after_forward(call, turn.mb) if turn.op == "F" else self.after_backward(call, turn.mb, stage)
+                    sent = self.after_forward(call, turn.mb, stage) if turn.op == "F" else self.after_backward(call, turn.mb, stage)
                     for message in sent if turn.op != "W" else ():
                         found.setdefault((message.source, message.target), []).append(message)
         return found
@@ -148,7 +196,7 @@ def turns_of(pipeline: Pipeline, stage: int, micro_batches: int, forward_only: b
     return tuple(turn for turn in turns if turn.op == "F") if forward_only else turns
 
 
-def walk(pipeline: Pipeline, turn: Turn) -> tuple[int, ...]:
-    """The blocks of a turn in the order in which they run."""
-    blocks = pipeline.blocks(turn.chunk)
-    return blocks if turn.op == "F" else blocks[::-1]
+def _repeats(call: Call, function: Function) -> bool:
+    """Whether a block gives the same wherever it is run, and nobody needs a gradient from it: no parameters, no draws, no backward."""
+    same = all(ref.kind not in ("parameter", "scalar") or ref.name in ("rows", "start") for ref in call.reads)
+    return same and function.backward is None

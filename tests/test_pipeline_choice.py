@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from partitioner import Cluster, make_plan
 from partitioner.cluster import Link
@@ -52,3 +52,38 @@ def test_where_asked_the_quickest_mesh_is_taken() -> None:
     assert near.predicted.step_seconds <= alone.predicted.step_seconds
     with pytest.raises(ConstraintError, match="or \"auto\""):
         make_plan(model, gpus=nodes, **asked, constraints={"pp": "many"})  # type: ignore[arg-type]
+
+
+class Table(nn.Module):
+    """Made of the positions alone, as rotary embeddings are."""
+
+    def forward(self, positions: Tensor) -> Tensor:
+        angles = positions.float()[..., None] * torch.arange(16, dtype=torch.float32)
+        return torch.cos(angles) + torch.sin(angles)
+
+
+class Turned(nn.Module):
+    """Layers that all read one table."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = Table()
+        self.layers = nn.ModuleList(nn.Linear(16, 16) for _ in range(6))
+
+    def forward(self, x: Tensor, positions: Tensor) -> Tensor:
+        table = self.table(positions)
+        for layer in self.layers:
+            x = torch.tanh(layer(x)) * table
+        return x.square().mean()
+
+
+@pytest.mark.parametrize(("alpha", "anew"), [(1e-3, True), (0.0, False)])
+def test_what_costs_less_than_its_messages_is_run_anew_on_the_stages_that_read_it(alpha: float, anew: bool) -> None:
+    cluster = Cluster.preset("cpu-local", 1, 3).model_copy(update={"intra": Link(alpha_seconds=alpha, bytes_per_second=1e19)})
+    asked = {"gpus": cluster, "example_inputs": (torch.zeros(8, 32, 16), torch.zeros(8, 32, dtype=torch.int64))}
+    plan = make_plan(Turned(), **asked, constraints={"pp": 3, "schedule": "1f1b", "micro_batches": 2})  # type: ignore[arg-type]
+    programs = plan._bound("a test").programs
+    (table,) = {call for program in programs for call in program.calls if call.label.startswith("table")}
+    assert all(any(call.number == table.number for call in program.calls) for program in programs) == anew
+    sent = {i.value for program in programs for i in program.instructions if i.op == "SEND"}
+    assert sent.isdisjoint(table.writes) == anew
