@@ -1,5 +1,7 @@
 """When the solver takes pipeline stages by itself, and what it keeps where memory binds."""
 
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor, nn
@@ -82,7 +84,8 @@ def test_what_costs_less_than_its_messages_is_run_anew_on_the_stages_that_read_i
     cluster = Cluster.preset("cpu-local", 1, 3).model_copy(update={"intra": Link(alpha_seconds=alpha, bytes_per_second=1e19)})
     asked = {"gpus": cluster, "example_inputs": (torch.zeros(8, 32, 16), torch.zeros(8, 32, dtype=torch.int64))}
     plan = make_plan(Turned(), **asked, constraints={"pp": 3, "schedule": "1f1b", "micro_batches": 2})  # type: ignore[arg-type]
-    programs = plan._bound("a test").programs
+    lowered: Any = plan._bound("a test")
+    programs = lowered.programs
     (table,) = {call for program in programs for call in program.calls if call.label.startswith("table")}
     assert all(any(call.number == table.number for call in program.calls) for program in programs) == anew
     sent = {i.value for program in programs for i in program.instructions if i.op == "SEND"}
