@@ -96,7 +96,8 @@ class Routes:
     ) -> "Routes":
         """quicker: whether a block that may be run anew on other stages should be."""
         routes = Routes(home={name: pipeline.stage(call.number) for call in calls for name in call.writes})
-        routes._copy(calls, pipeline, {call.number for call in calls if _repeats(call, functions[call.function]) and quicker(call)})
+        if pipeline.stages > 1:
+            routes._copy(calls, pipeline, {call.number for call in calls if _repeats(call, functions[call.function]) and quicker(call)})
         copied = [(calls[number], stage) for (stage, _), numbers in routes.copies.items() for number in numbers]
         readers: dict[str, set[int]] = {}
         for call, stage in [*((call, pipeline.stage(call.number)) for call in calls), *copied]:
