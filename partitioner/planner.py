@@ -21,13 +21,14 @@ from partitioner.trial import Task, Verdict
 from partitioner.wording import counted
 
 _CORRECTIONS = 5
+_WORTH = 0.03  # a mesh that could save less of a step is not looked into; the bound counts it
 
 
 def choose(task: Callable[[int], Task], stages: Sequence[int], quickest: bool) -> Verdict:
     """The quickest verdict that fits over meshes of so many `stages`, or the first; `task(n)` is the question for n.
 
     Gradients cannot come back through the outputs of a pipeline, so by itself it is the first: stages are taken where nothing fits without.
-    A mesh whose devices cannot compute their shares of the model as fast as the best step so far is not looked into.
+    A mesh is looked into where even shares of the model's work would make a step that is worth it.
     Raises the InfeasibleError of the first mesh where none fits.
     """
     best: Verdict | None = None
@@ -35,7 +36,7 @@ def choose(task: Callable[[int], Task], stages: Sequence[int], quickest: bool) -
     refused: InfeasibleError | None = None
     for count in stages:
         asked = task(count)
-        if best is not None and (least := Options(asked, 1).fastest / count) >= best.step_seconds:
+        if best is not None and (least := Options(asked, 1).fastest / count) >= best.step_seconds * (1 - _WORTH):
             bounds.append(least)
             continue
         try:
