@@ -1,6 +1,7 @@
 """What a rank tells the others about itself, and how it looks from there."""
 
 import json
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from partitioner.runtime.program import Instruction
@@ -31,7 +32,7 @@ class Place:
 
 @dataclass(frozen=True)
 class Beat:
-    """What a rank wrote last. `left`: why it takes no further part; `follows`: that is because another one left before."""
+    """What a rank wrote last. `left`: why it takes no further part; `follows`: because others are missing; `blames`: which, (rank, in words)."""
 
     number: int
     call: int
@@ -39,21 +40,23 @@ class Beat:
     text: str
     left: str
     follows: bool
+    blames: list[tuple[int, str]]
 
     @classmethod
-    def of(cls, number: int, place: Place, left: str, follows: bool) -> "Beat":
-        return cls(number, place.call, place.line, place.text(), left, follows)
+    def of(cls, number: int, place: Place, left: str, follows: bool, blames: Sequence[tuple[int, str]]) -> "Beat":
+        return cls(number, place.call, place.line, place.text(), left, follows, list(blames))
 
     @property
     def place(self) -> tuple[int, int]:
         return self.call, self.line
 
     def write(self) -> str:
-        return json.dumps([self.number, self.call, self.line, self.text, self.left, self.follows])
+        return json.dumps([self.number, self.call, self.line, self.text, self.left, self.follows, self.blames])
 
     @classmethod
     def read(cls, data: bytes) -> "Beat":
-        return cls(*json.loads(data))
+        number, call, line, text, left, follows, blames = json.loads(data)
+        return cls(number, call, line, text, left, follows, [(rank, why) for rank, why in blames])
 
 
 @dataclass

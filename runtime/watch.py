@@ -5,7 +5,8 @@
     said/<n>          rank 0 has its n-th message ready
 
 Messages and meetings are awaited for as long as those live on whom one waits: they may be planning, or writing a file, for minutes. A rank is gone if
-it says so, or if its beat has stood still; it is late if it lives but stands before the instruction at which this rank waits for it.
+it says so, or if its beat has stood still; it is late if it lives but stands before the instruction at which this rank waits for it. A rank that
+gives up because another is missing says so before it ends, and whom it blames: others, which may have waited for it alone, follow that to its root.
 
 What ends the wait for a collective is the backend. gloo: a closed connection at once, else the group's timeout. NCCL queues operations long before
 they run, so that its timeout says nothing; there the thread watches a place that does not move, and aborts the group where a peer is gone or late.
@@ -46,6 +47,7 @@ class Watch:
         self._store, self._abort, self._period = store, abort, min(1.0, seconds / 6)
         self._number = self._messages = self._meetings = 0
         self._left, self._follows, self._stopped = "", False, False
+        self._blames: tuple[tuple[int, str], ...] = ()
         # What the main thread asks of the other one, and the answer: who is missing, (rank, in words).
         self._asked_at: float | None = None
         self._awaited: tuple[str, ...] = ()
@@ -54,7 +56,9 @@ class Watch:
         self._lost = ""
         # The thread's own.
         self._sights: dict[int, Sight] = {}
+        self._sights_since = 0.0
         self._served: object = None
+        self._written = 0
         self._stands, self._stands_since = (0, 0), time.monotonic()
         self._beats_at, self._turned_at = 0.0, time.monotonic()
         self._wake, self._turned = threading.Event(), threading.Condition()
@@ -76,15 +80,14 @@ class Watch:
                 silence = self._lost or f"silent for {time.monotonic() - self._turned_at:.0f} s"
                 answer = [(0, f"the store of the launch, which rank 0 serves unless torchrun does, does not answer ({silence})")]
             self._find(what, answer, error)
+            self._tell()
         assert self.found is not None
         return self.found
 
     def fail(self, error: BaseException) -> None:
-        """Let the peers know that this rank cannot finish what it is doing; the process may end at once, so this is written before."""
-        with self._turned:
-            self._left, self._follows, self._beats_at = f"failed {self.place.text()} with {_short(error)}", isinstance(error, PeerError), 0.0
-            self._wake.set()
-            self._turned.wait_for(lambda: self._beats_at or self._lost, timeout=1.0)
+        """Let the peers know that this rank cannot finish what it is doing."""
+        self._left, self._follows = f"failed {self.place.text()} with {_short(error)}", isinstance(error, PeerError)
+        self._tell()
 
     def recovered(self) -> None:
         """Take back what `fail` said: all ranks failed alike and go on together."""
@@ -121,6 +124,13 @@ class Watch:
         if threading.current_thread() is not self._thread:
             self._thread.join(1.0)
 
+    def _tell(self) -> None:
+        """Wait until the peers can know how this rank stands now: the process may end at once."""
+        with self._turned:
+            told, self._beats_at = self._number, 0.0
+            self._wake.set()
+            self._turned.wait_for(lambda: self._written > told or self._lost, timeout=1.0)
+
     def _await(self, keys: tuple[str, ...], of: Sequence[int], what: str) -> None:
         if self.found is not None:
             raise self.found
@@ -137,7 +147,7 @@ class Watch:
         listed = "; ".join(text for _, text in missing[:8]) or "all ranks live and have come as far as this one, so it was the network between them"
         more = f"; and {len(missing) - 8} more" if len(missing) > 8 else ""
         said = "" if error is None else f" ({_short(error)})"
-        self._follows = True
+        self._left, self._follows, self._blames = f"gave up {self.place.text()}", True, tuple(missing[:8])
         self.found = PeerError(
             f"rank {self.rank} of {self.ranks} waited {self.place.text()} for {what}: {listed}{more}{said}. {_RESUME.format(seconds=self.seconds)}",
             tuple(rank for rank, _ in missing),
@@ -164,19 +174,20 @@ class Watch:
         if (asked_at, awaited) != self._served:
             self._served = (asked_at, awaited)
             self._sights.clear()
+            self._sights_since = now
         beats = now >= self._beats_at
         if beats:
-            self._beat()
             self._beats_at = now + self._period
+            self._beat()
         if awaited and self._store.check(list(awaited)):
             self._awaited = ()
         elif awaited and beats:
             self._look(self._awaited_of, now)
-            self._answer = self._gone(self.seconds)
+            self._answer = self._gone(self.seconds) or self._followers()
         elif asked_at is not None and beats:
             self._look(range(self.ranks), now)
-            decided = now - asked_at > _MISSED * self._period
-            missing = self._gone(_MISSED * self._period) or (self._late(0.0) or self._followers() if decided else [])
+            decided = now - self._sights_since > _MISSED * self._period  # then whose beat has not changed meanwhile is gone
+            missing = self._gone(_MISSED * self._period) or (self._blamed() or self._late(0.0) or self._followers() if decided else [])
             if missing or decided:
                 self._answer = missing
         elif beats and self._abort is not None and self.found is None:
@@ -192,13 +203,15 @@ class Watch:
             self._sights.clear()
         elif now - self._stands_since > self.seconds / 3:
             self._look(range(self.ranks), now)
-            if missing := self._gone(self.seconds) or self._late(self.seconds):
+            if missing := self._gone(self.seconds) or self._blamed() or self._late(self.seconds):
                 self._find("the collectives under way", missing, None)
+                self._beat()
                 abort()
 
     def _beat(self) -> None:
         self._number += 1
-        self._store.set(f"beat/{self.rank}", Beat.of(self._number, self.place, self._left, self._follows).write())
+        self._store.set(f"beat/{self.rank}", Beat.of(self._number, self.place, self._left, self._follows, self._blames).write())
+        self._written = self._number
 
     def _notify(self) -> None:
         with self._turned:
@@ -212,14 +225,15 @@ class Watch:
                 sight.update(beat, now)
 
     def _gone(self, patience: float) -> list[tuple[int, str]]:
-        """Those that left of their own, and those whose beat has stood still for `patience` seconds."""
+        """Those that left of their own, and those whose beat has stood still for `patience` seconds; of several those that others blame."""
         now, missing = time.monotonic(), []
         for rank, sight in sorted(self._sights.items()):
             if sight.beat.left and not sight.beat.follows:
                 missing.append((rank, f"rank {rank} {sight.beat.left}"))
             elif not sight.beat.left and now - sight.changed > patience:
                 missing.append((rank, f"rank {rank} is gone: its process died or is stopped; it was last seen {sight.beat.text}"))
-        return missing
+        blamed = {rank for rank, _ in self._blamed()}  # who was ended by that may have had no time to say so
+        return [(rank, text) for rank, text in missing if rank in blamed] or missing
 
     def _late(self, patience: float) -> list[tuple[int, str]]:
         """Those that live and have stood furthest behind this rank for `patience` seconds."""
@@ -231,6 +245,12 @@ class Watch:
             for rank, sight in living.items()
             if last < here and sight.beat.place == last and now - sight.moved >= patience
         ]
+
+    def _blamed(self) -> list[tuple[int, str]]:
+        """Those whom ranks that gave up blame, and who did not give up themselves."""
+        blamed = {rank: text for sight in self._sights.values() for rank, text in sight.beat.blames}
+        followers = {self.rank, *(rank for rank, sight in self._sights.items() if sight.beat.follows)}
+        return [(rank, text) for rank, text in sorted(blamed.items()) if rank not in followers]
 
     def _followers(self) -> list[tuple[int, str]]:
         return [(rank, f"rank {rank} {sight.beat.left}") for rank, sight in sorted(self._sights.items()) if sight.beat.left]

@@ -84,7 +84,7 @@ def _live(rank: int, ranks: int, port: int, pipe: Connection, task: Callable[...
     pipe.send(replace(end, after=time.monotonic() - _stepped))
 
 
-def run(ranks: int, task: Callable[..., Any], *arguments: Any, lost: int | None = None, seconds: float = 40.0) -> list[End]:
+def run(ranks: int, task: Callable[..., Any], *arguments: Any, lost: int | None = None, seconds: float = 120.0) -> list[End]:
     """How each rank ended, the `lost` one excepted: it is not waited for, but killed in the end, like every process that is left."""
     store, begun = new_store(), time.monotonic()
     pipes, processes = [], []
