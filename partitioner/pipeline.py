@@ -199,5 +199,5 @@ def turns_of(pipeline: Pipeline, stage: int, micro_batches: int, forward_only: b
 
 def _repeats(call: Call, function: Function) -> bool:
     """Whether a block gives the same wherever it is run, and nobody needs a gradient from it: no parameters, no draws, no backward."""
-    same = all(ref.kind not in ("parameter", "scalar") or ref.name in ("rows", "start") for ref in call.reads)
+    same = all(ref.kind != "parameter" and (ref.kind != "scalar" or ref.name in ("rows", "start")) for ref in call.reads)
     return same and function.backward is None

@@ -57,16 +57,21 @@ def _of_inputs_alone(graph: Graph, described: dict[fx.Node, Input]) -> list[fx.N
     alone: set[fx.Node] = set()
     for node in graph.module.graph.nodes:
         if node.op == "placeholder":
-            if described[node].kind in ("input", "constant") or described[node].name in ("rows", "start"):
+            if described[node].kind in ("input", "constant") or _scalar(described[node], "rows", "start"):
                 alone.add(node)
         elif node.op == "call_function" and node.target is not _DRAW and alone.issuperset(node.all_input_nodes):
             alone.add(node)
     return [n for n in graph.module.graph.nodes if n in alone and n.target in collective_ops()]
 
 
+def _scalar(given: Input, *names: str) -> bool:
+    """Whether an input is one of these scalars; a parameter may have the same name."""
+    return given.kind == "scalar" and given.name in names
+
+
 def _copy(graph: Graph, described: dict[fx.Node, Input], chosen: list[fx.Node]) -> tuple[fx.Graph, dict[fx.Node, fx.Node]]:
     """A graph that computes these nodes, without an output yet."""
-    needed = {node for node, given in described.items() if given.name == "rows"}
+    needed = {node for node, given in described.items() if _scalar(given, "rows")}
     stack = list(chosen)
     while stack:
         node = stack.pop()

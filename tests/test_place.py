@@ -15,6 +15,7 @@ from partitioner.passes import collectives
 from partitioner.passes.batch import Batch
 from partitioner.passes.dims import Cut
 from partitioner.passes.place import Placed
+from partitioner.passes.placement import SCALARS
 from tests import ranks
 from tests.lockstep import Captured, captured, compare, join, rows_of, run_placed, shards
 from tests.models import MODELS, cast
@@ -163,6 +164,28 @@ def test_a_sum_of_inputs_alone_is_computed_ahead_and_nothing_else_is() -> None:
     assert all(node.users for node in used)
     assert {given.name for given in placed.prologue.inputs} == {"args[1]", "rows"}
     compare(made, placed, batch, 2, 2)
+
+
+class Named(nn.Module):
+    """Its parameters have the names of the scalars that a rank's functions take."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        for name in SCALARS:
+            self.register_parameter(name, nn.Parameter(torch.ones(D, dtype=F64)))
+
+    def forward(self, x: Tensor, mask: Tensor) -> Tensor:
+        x = x * self.get_parameter("rows")
+        x = x / (1 + x.square().sum()).sqrt()  # summed over the batch ahead, were `rows` no parameter
+        for parameter in self.parameters():
+            x = torch.tanh(x * parameter)
+        return (x.square().mean(1) * mask).sum() / mask.square().sum().clamp(min=1)
+
+
+def test_parameters_may_be_named_as_scalars_are() -> None:
+    made = captured(Named(), (INPUTS["flat"], INPUTS["weight"]))
+    placed = made.place(made.infer())
+    assert placed.prologue is not None and {given.kind for given in placed.prologue.inputs} == {"input", "scalar"}
 
 
 def test_rows_that_an_op_makes_itself_are_made_in_local_size() -> None:
