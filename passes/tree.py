@@ -62,7 +62,9 @@ def _children(tree: Any) -> list[tuple[str, Any]] | None:
         return None
     if dataclasses.is_dataclass(tree) and not isinstance(tree, type) and type(tree) not in pytree.SUPPORTED_NODES:
         _register_dataclass(type(tree))
-    children, _ = pytree.tree_flatten(tree, is_leaf=lambda node: node is not tree)
+    # Not `node is not tree`: torch's tree_flatten leaves a reference cycle with what is_leaf holds, and a batch would live until the next collection.
+    root = id(tree)
+    children, _ = pytree.tree_flatten(tree, is_leaf=lambda node: id(node) != root)
     if len(children) == 1 and children[0] is tree:
         return None
     if isinstance(tree, Mapping) and len(tree) == len(children):
