@@ -111,7 +111,9 @@ class Alternatives:
         """By rising memory, each a faster step than the one before. Of a pipeline the same stages without a limit."""
         asked, planned = self.task.constraints.micro_batches, self.verdict.choice.micro_batches
         staged = self.task.stages > 1
-        task = self.task if staged else self._for(self.task.ranks)
+        task = self._for(self.task.ranks)
+        if staged:  # a plan that was read pins no schedule, but options depend on it
+            task = replace(self.task, constraints=replace(self.task.constraints, schedule=self.verdict.choice.pipeline.schedule))
         counts = dict.fromkeys((planned, planned if asked else max(1, planned // 2)))
         models = [Options(task, count) for count in counts] if not staged else []
         top = Options(task, planned if staged else asked or 1)
@@ -166,7 +168,7 @@ def _within(model: Options, capacity: int) -> Iterator[Verdict]:
 
 def _in_words(instruction: str, program: Program) -> str:
     """`BACKWARD block 3 mb 1 on compute` as `backward of layers.2, micro-batch 2 of 4`."""
-    found = re.match(r"(\w+)(?: block (\d+))?(?: unit (\d+))?(?: mb (\d+))?", instruction)
+    found = re.match(r"(\w+)(?: block (\d+))?(?: unit (\d+))?(?: mb (-?\d+))?", instruction)
     if found is None or instruction == "optimizer.step":
         return instruction
     words = found[1].lower()
@@ -175,5 +177,6 @@ def _in_words(instruction: str, program: Program) -> str:
     if found[3] is not None:
         words += " of " + next((unit.parameters[0] for unit in program.units if unit.number == int(found[3])), f"unit {found[3]}")
     if found[4] is not None and len(program.rows) > 1:
-        words += f", micro-batch {int(found[4]) + 1} of {len(program.rows)}"
+        mb, count = int(found[4]), len(program.rows)
+        words += f", micro-batch {mb % count + 1} of {count}" + (" of the batch before" if mb < 0 else "")
     return words

@@ -4,11 +4,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from partitioner.asynchronous import refusal
 from partitioner.errors import ConstraintError
-from partitioner.schedules import NAMES, Name
+from partitioner.schedules import ASYNCHRONOUS, NAMES, Name
 from partitioner.wording import counted
 
-SCHEDULES = NAMES
+SCHEDULES = (*NAMES, *ASYNCHRONOUS)
 SHARDS = ("none", "zero1", "zero2", "zero3", "auto")
 CHECKPOINTS = ("none", "full", "auto")
 MOST = 1_000_000  # ranks or micro-batches
@@ -84,6 +85,8 @@ def parse(given: Mapping[str, Any] | None, ranks: int) -> Constraints:
         )
     if wanted.get("schedule") is not None and stages == 1:
         raise ConstraintError(f"constraints['schedule'] is {wanted['schedule']!r}, which orders pipeline stages, but pp is not pinned; write pp too")
+    if why := refusal(wanted.get("schedule"), stages, wanted.get("micro_batches"), wanted.get("shard")):
+        raise ConstraintError(f"constraints: {why}")
     return Constraints(**wanted)
 
 

@@ -16,6 +16,7 @@ from partitioner.plan import Plan
 from partitioner.quantities import format_seconds
 from partitioner.runtime.simulator import OPTIMIZER
 from partitioner.runtime.timeline import Timeline, instruction_of
+from partitioner.schedules import ASYNCHRONOUS
 from partitioner.wording import counted, percent
 
 WIDTH, ROW, THIN, GAP, MARGIN, SIDE, HEAD = 860.0, 20.0, 3.0, 7.0, 20.0, 130.0, 24.0
@@ -96,7 +97,8 @@ def _about(plan: Plan, simulated: Sequence[Timeline]) -> str:
     some = "" if len(simulated) == plan.ranks else ", of each the first and the last"
     ranks = f" of {each:,} ranks{some}" if each > 1 else ""
     micro = counted(plan.micro_batches, "micro-batch", "es")
-    return f"{plan.stages} stages{ranks} on {plan.cluster.name}; {plan.schedule}, {micro}; the numbers are those of micro-batches"
+    late = ", below 0 of the batch before; each lane from its own start" if plan.schedule in ASYNCHRONOUS else ""
+    return f"{plan.stages} stages{ranks} on {plan.cluster.name}; {plan.schedule}, {micro}; the numbers are those of micro-batches{late}"
 
 
 def _lanes(timelines: Sequence[Timeline]) -> list[tuple[str, Timeline]]:

@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 
 from torch.distributed.tensor.placement_types import Partial
 
+from partitioner.asynchronous import check_asynchronous
 from partitioner.order import EACH_MICRO_BATCH, Order, Stage, arrange
 from partitioner.passes import block as blocks
 from partitioner.passes.block import Block, BlockFunction, Footprint, Port
@@ -12,7 +13,23 @@ from partitioner.passes.collectives import spread
 from partitioner.passes.dims import Cut
 from partitioner.pipeline import Message, Pipeline, Routes
 from partitioner.prepare import AXIS, Prepared
-from partitioner.runtime.program import Call, Event, Function, Halves, Instruction, Mode, Program, Ref, Replay, Shard, Slice, Unit, Wire
+from partitioner.runtime.program import (
+    KEYS,
+    Call,
+    Event,
+    Function,
+    Halves,
+    Instruction,
+    Mode,
+    Program,
+    Ref,
+    Replay,
+    Shard,
+    Slice,
+    Unit,
+    Wire,
+    stashed,
+)
 
 Communication = Callable[[str, int, Unit | None], float]
 """Seconds of an instruction that communicates, by its name ("REDUCE zero2" and the like), bytes, and unit where it is a unit's."""
@@ -78,6 +95,9 @@ def lower(
     chain = prepared.blocks.blocks
     pipeline = choice.pipeline if choice.pipeline.chunks else Pipeline.none(len(chain))
     halves = grad and pipeline.halves
+    asynchronous = mode == "step" and pipeline.asynchronous
+    if asynchronous:
+        check_asynchronous(prepared, choice)
     functions: dict[str, Function] = {}
     made: dict[str, BlockFunction] = {}
     calls: list[Call] = []
@@ -107,6 +127,7 @@ def lower(
     results |= {loss} if loss else set()
     wires = _wires(prepared) if pipeline.stages > 1 else {}
     most = _rows(prepared.total, 0, ranks, choice.micro_batches)[0]
+    drawing = any(ref.kind == "scalar" and ref.name in KEYS for call in calls + prologue for ref in call.reads)
 
     def quicker(call: Call) -> bool:
         """Whether it takes longer to send what a block writes than what it reads, and to run it."""
@@ -132,6 +153,9 @@ def lower(
         rows, starts, whole_rows, whole_start = _rows(prepared.total, rank, ranks, choice.micro_batches)
         own = [call for call in calls if routes.runs(pipeline, call.number, stage)]
         held = tuple(unit for unit in choice.units if stage in unit.stages)
+        copied = stashed(own, functions, held) if asynchronous and pipeline.owed(stage) else {}
+        sizes = {number: sum(parameter_bytes[name] for name in names) for number, names in copied.items()}
+        copying = 2 / 3  # a copy reads once where an addition reads twice
 
         def seconds(op: str, call: Call, mb: int, rows: tuple[int, ...] = rows) -> float:
             if op == "BACKWARD_INPUT":
@@ -154,6 +178,7 @@ def lower(
             price=seconds,
             communication=lambda op, size, number: communication(op, size, None if number is None else unit_numbered[number]),
             stage=Stage(pipeline, stage, routes, sent, weigh, tied) if pipeline.stages > 1 else None,
+            stash={number: (size, accumulation(copying * size)) for number, size in sizes.items()},
         )
         ahead, after = arrange(order, backward=grad)
         start = [Instruction("PROLOGUE", block=call.number) for call in prologue]
@@ -196,6 +221,8 @@ def lower(
                 chunked=pipeline.count > pipeline.stages,
                 wires={name: wires[name] for name in sorted({*routes.readers, *results})} if pipeline.stages > 1 else {},
                 homes={name: routes.home[name] for name in sorted(results)} if pipeline.stages > 1 else {},
+                asynchronous=asynchronous,
+                others_draw=drawing,
             )
         )
     return tuple(programs)

@@ -7,6 +7,7 @@ from math import inf
 
 from torch import fx
 
+from partitioner import asynchronous
 from partitioner.cost import accumulate_seconds
 from partitioner.errors import InfeasibleError
 from partitioner.lower import Choice, Decision, units_of
@@ -18,6 +19,7 @@ from partitioner.progress import tell
 from partitioner.runtime.optimizer_bytes import state_bytes
 from partitioner.runtime.program import Shard, Unit
 from partitioner.runtime.unit_bytes import UnitBytes
+from partitioner.schedules import ASYNCHRONOUS
 from partitioner.solver import Option, Problem, Run, solve
 from partitioner.solver_problem import Choices
 from partitioner.trial import Task, Verdict, communication, size_of, trial
@@ -78,6 +80,8 @@ class Options:
                 points = points[:1]
         own = self.own[block.index]
         shards: tuple[Shard, ...] = SHARDS if task.constraints.shard == "auto" else (task.constraints.shard,)
+        if task.constraints.schedule in ASYNCHRONOUS:
+            shards = tuple(shard for shard in shards if shard in asynchronous.SHARDS)
         if not own or (task.ranks == 1 and task.constraints.shard == "auto"):
             shards = shards[:1]
         made = []
@@ -104,6 +108,8 @@ class Options:
             state = state_bytes(task.optimizer, unit.local_shapes())
             compute += task.optimizer_seconds(unit.local_shapes())
             gradients = trainable if m > 1 and shard in ("none", "zero1") else unit.gradient_bytes()
+            if task.constraints.schedule in ASYNCHRONOUS:  # those of the batch before, and its weights
+                gradients += unit.gradient_bytes() + (whole if self._reads_again(block, function, own) else 0)
             persistent = unit.persistent() + state + gradients
         if m > 1 and trainable:
             parts = task.ranks if shard in EACH_MICRO_BATCH else 1

@@ -10,12 +10,15 @@ With `prefetch`, the next block's communication is issued before the current blo
 In a pipeline a stage has turns (pipeline.py): a chunk's forward or backward on a micro-batch. What a turn needs of other stages is asked for one
 turn earlier, for messages travel beside computation on any backend, and what it gives is sent behind the block that computes it. Messages from one
 stage to another are asked for in the order in which they are sent. Kept units stay gathered from their first use to their last; TIE comes last.
+
+In an asynchronous pipeline (runtime/steps.py) the batch before is reduced: after its last backward, or where none is owed beside this batch's first
+forward (and TIE soon after). Parameters that owed backwards read again are copied at the end of the step.
 """
 
 from bisect import bisect_right
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from partitioner.pipeline import Message, Pipeline, Routes, turns_of
 from partitioner.runtime.program import Call, Function, Instruction, Unit
@@ -43,6 +46,7 @@ class Order:
     price: Callable[[str, Call, int], float]
     communication: Callable[[str, int, int | None], float]
     stage: "Stage | None" = None
+    stash: dict[int, tuple[int, float]] = field(default_factory=dict)  # unit -> bytes to be copied for owed backwards, and seconds of that
 
 
 @dataclass(frozen=True)
@@ -88,6 +92,7 @@ class _Writer:
         stage = self.stage = order.stage
         own = [call for call in order.calls if stage is None or stage.routes.runs(stage.pipeline, call.number, stage.number)]
         self.last_reader = {ref.name: call.number for call in own for ref in call.reads if ref.kind == "value"}
+        self.late = backward and stage is not None and stage.pipeline.asynchronous
         self.turns = self._turns(backward)
         self.needs = [stage.routes.before(turn, self._calls(turn), stage.number) if stage else [] for turn in self.turns]
         self.asked: dict[int, int] = defaultdict(int)  # source stage -> how many of its messages were asked for
@@ -111,18 +116,26 @@ class _Writer:
 
     def _completions(self) -> dict[int, list[int]]:
         """Position -> units whose gradients are summed after it: zero2 and zero3 where no further one comes of the micro-batch, others at the end."""
-        givers: dict[int, list[tuple[int, int]]] = defaultdict(list)  # unit -> (position, micro-batch) of what gives it a gradient
+        givers: dict[int, list[int]] = defaultdict(list)  # unit -> positions of what gives it a gradient
         for position, use in enumerate(self.uses):
             if use.op in ("BACKWARD", "BACKWARD_WEIGHT"):
                 gradients = (use.call.reads[index] for index in self.order.functions[use.call.function].gradients)
                 for unit in self._units(ref.name for ref in gradients if ref.kind == "parameter"):
-                    givers[unit].append((position, use.mb))
+                    givers[unit].append(position)
         completes: dict[int, list[int]] = defaultdict(list)
         for unit, given in sorted(givers.items()):
-            for (position, mb), after in zip(given, [*given[1:], (-1, -1)], strict=True):
-                if after[1] == -1 or (self.shard[unit] in EACH_MICRO_BATCH and after[1] != mb):
+            if self.late:
+                completes[self._late(given)].append(unit)
+                continue
+            for position, after in zip(given, [*given[1:], None], strict=True):
+                if after is None or (self.shard[unit] in EACH_MICRO_BATCH and self.uses[after].mb != self.uses[position].mb):
                     completes[position].append(unit)
         return completes
+
+    def _late(self, given: Sequence[int]) -> int:
+        """Where the gradients that these uses give are summed, of the batch before."""
+        owed = [position for position in given if self.uses[position].mb < 0]
+        return owed[-1] if owed else next(position for position, use in enumerate(self.uses) if use.call is self.uses[given[0]].call)
 
     def _sequence(self) -> list[_Use]:
         uses = []
@@ -152,16 +165,25 @@ class _Writer:
                 split = len(self.out)
             if use.turn != turn:
                 turn = use.turn
+                if turn == 2 and self.late and not self.turns[1].mb < 0:
+                    self._tie()
                 for number in range(turn, min(turn + 2, len(self.turns))):
                     for message in self.needs[number]:
                         self._ask(message)
             self._use(use, position)
-        for unit in self.order.units:
-            if self.stage is not None and unit.number in self.stage.tied:
-                size = self.order.bytes_of[unit.number]
-                self._say(Instruction("TIE", unit=unit.number, stream="reduce", bytes=size, seconds=self.order.communication("TIE", size, None)))
+        if not self.late or self.turns[1].mb < 0:
+            self._tie()
+        for unit, (size, seconds) in self.order.stash.items():
+            self._say(Instruction("STASH", unit=unit, bytes=size, seconds=seconds))
         at = len(self.out) if split is None else split
         return self.out[:at], self.out[at:]
+
+    def _tie(self) -> None:
+        for unit in self.order.units:
+            if self.stage is not None and unit.number in self.stage.tied:
+                size, mb = self.order.bytes_of[unit.number], -1 if self.late else None
+                seconds = self.order.communication("TIE", size, None)
+                self._say(Instruction("TIE", unit=unit.number, mb=mb, stream="reduce", bytes=size, seconds=seconds))
 
     def _say(self, instruction: Instruction) -> None:
         self.out.append(instruction)
@@ -201,6 +223,9 @@ class _Writer:
         if unread and not use.backward:
             self._say(Instruction("DROP", mb=use.mb, drops=unread))
         self._free(use, position)
+        for unit in use.units if use.mb < 0 else ():
+            if unit in self.order.stash and not any(self.uses[later].mb < 0 for later in self.positions[unit] if later > position):
+                self._say(Instruction("UNSTASH", unit=unit, mb=-1, bytes=self.order.stash[unit][0]))
         for unit in self.completes.get(position, ()):
             self._reduce(unit, use.mb)
 
@@ -237,7 +262,7 @@ class _Writer:
             self._say(Instruction("FREE", unit=unit, bytes=self.order.bytes_of[unit]))
 
     def _reduce(self, unit: int, mb: int) -> None:
-        each = self.shard[unit] in EACH_MICRO_BATCH
-        size = self.order.bytes_of[unit]
+        each, size = self.shard[unit] in EACH_MICRO_BATCH, self.order.bytes_of[unit]
+        of = -1 if self.late else mb if each else None
         seconds = self.order.communication(f"REDUCE {self.shard[unit]}", size, unit)
-        self._say(Instruction("REDUCE", unit=unit, mb=mb if each else None, stream="reduce", bytes=size, seconds=seconds))
+        self._say(Instruction("REDUCE", unit=unit, mb=of, stream="reduce", bytes=size, seconds=seconds))

@@ -6,11 +6,11 @@ without parameters, gradients and draws (rotary tables, masks) is run anew by ea
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from partitioner.passes.block import Block
 from partitioner.runtime.program import Call, Function
-from partitioner.schedules import Name, Turn, chunks_of, schedule, stage_of
+from partitioner.schedules import ASYNCHRONOUS, Name, Turn, chunks_of, owed, schedule, stage_of
 
 
 @dataclass(frozen=True)
@@ -32,6 +32,15 @@ class Pipeline:
         return self.stages > 1 and self.schedule in ("zb-h1", "zb-v")
 
     @property
+    def asynchronous(self) -> bool:
+        """Whether backwards are left to the next step."""
+        return self.stages > 1 and self.schedule in ASYNCHRONOUS
+
+    def owed(self, stage: int) -> int:
+        """How many backwards a stage leaves to its next step."""
+        return owed(self.schedule, self.stages, stage)
+
+    @property
     def count(self) -> int:
         """How many chunks the schedule takes."""
         return chunks_of(self.schedule, self.stages)
@@ -45,7 +54,6 @@ class Pipeline:
     def turns(self, stage: int, micro_batches: int) -> tuple[Turn, ...]:
         """What a stage does, in order."""
         return schedule(self.schedule, self.stages, micro_batches)[stage]
-
 
     def holders(self, blocks: Sequence[Block]) -> dict[str, set[int]]:
         """Parameter -> the stages that hold it because a block there reads it."""
@@ -64,7 +72,7 @@ class Pipeline:
 
 @dataclass(frozen=True)
 class Message:
-    """A value of a micro-batch on its way to another stage, or its gradient on its way back."""
+    """A value of a micro-batch on its way to another stage, or its gradient on its way back. Both ends count from the step they are in."""
 
     name: str
     mb: int
@@ -179,7 +187,10 @@ class Routes:
         return [Message(name, turn.mb, other, stage, True) for call in calls for name in call.writes for other in self.returned(name)]
 
     def sent(self, pipeline: Pipeline, calls: Sequence[Call], micro_batches: int, forward_only: bool) -> dict[tuple[int, int], list[Message]]:
-        """(source, target) -> the messages from one stage to another in the order in which they are sent."""
+        """(source, target) -> the messages from one stage to another in the order in which they are sent, as the target counts micro-batches.
+
+        The gradients of the backwards that a stage owes come first: they were sent in the step before.
+        """
         found: dict[tuple[int, int], list[Message]] = {}
         for stage in range(pipeline.stages):
             for turn in turns_of(pipeline, stage, micro_batches, forward_only):
@@ -188,6 +199,9 @@ class Routes:
                     sent = self.after_forward(call, turn.mb, stage) if turn.op == "F" else self.after_backward(call, turn.mb, stage)
                     for message in sent if turn.op != "W" else ():
                         found.setdefault((message.source, message.target), []).append(message)
+        for (_, target), messages in found.items():
+            late = [message for message in messages if message.gradient and message.mb >= micro_batches - pipeline.owed(target)]
+            messages[:] = [replace(message, mb=message.mb - micro_batches) for message in late] + [m for m in messages if m not in late]
         return found
 
 

@@ -10,6 +10,7 @@ from typing import Annotated, Any, Literal, Protocol, TypeVar
 
 from pydantic import AliasChoices, BaseModel, ConfigDict, Field, PrivateAttr, field_validator, model_validator
 
+from partitioner.asynchronous import refusal
 from partitioner.cluster import Cluster
 from partitioner.errors import PlanError
 from partitioner.schedules import chunks_of
@@ -19,7 +20,7 @@ PLAN_VERSION: Literal[1] = 1
 Name = Annotated[str, Field(max_length=1000)]
 Count = Annotated[int, Field(ge=0, le=2**53)]  # what every JSON reader keeps exactly
 Seconds = Annotated[float, Field(ge=0, le=1e12, allow_inf_nan=False)]
-Schedule = Literal["gpipe", "1f1b", "interleaved", "zb-h1", "zb-v"]
+Schedule = Literal["gpipe", "1f1b", "interleaved", "zb-h1", "zb-v", "2bw"]
 Shard = Literal["none", "zero1", "zero2", "zero3"]
 _T = TypeVar("_T")
 Many = Annotated[tuple[_T, ...], Field(fail_fast=True)]
@@ -246,6 +247,9 @@ class Plan(_Part):
         numbers = [block.stage for block in self.blocks]
         if numbers != sorted(numbers) or set(numbers) - set(range(stages)) or (stages > 1 and len(set(numbers)) < stages):
             raise ValueError(f"the blocks' stages must ascend from 0 to {stages - 1} without a gap ({self.schedule} over {self.stages} ranks)")
+        for shard in sorted({block.shard for block in self.blocks}) if self.stages > 1 else ():
+            if why := refusal(self.schedule, self.stages, self.micro_batches, shard):
+                raise ValueError(why)
         if self.batch.rows is not None and self.micro_batches > max(self.batch.rows, 1):
             raise ValueError(f"{self.micro_batches} micro-batches cannot be cut from {self.batch.rows} rows")
         return self

@@ -16,6 +16,11 @@ are met (`_play`, a simulation with unit or given durations). Forwards and backw
 | interleaved | r, r+S, … (V of them) | F with B, g micro-batches through all chunks, then the next g | (V-1) g + 2 (S-r-1) | Narayanan et al. 2021 |
 | zb-h1 | r | F with I; W | S-r-1 | Qi et al. 2023 |
 | zb-v | r, 2S-1-r | I of the first; of the second; F of the second; of the first; W (or FORWARDS_FIRST) | | Qi et al. 2024 |
+| 2bw | r | F with B, over the end of the step | S-r-1 | Narayanan et al. 2021, PipeDream-2BW |
+
+2bw is asynchronous: the w backwards that a rank has not run when its step ends are the first of its next step, so that nobody waits for the pipeline
+to empty. A turn's micro-batch is negative there: -1 is the last one of the batch before. What it trains is another rule (runtime/steps.py), so it is
+never chosen unasked (`NAMES` is what a planner may choose from).
 
 So W fills what would be waits. With split backwards a rank takes in a micro-batch only while fewer than S are under way in it (from its first F
 to its last W), which is what the fullest rank of 1F1B holds. Orders of a single queue do not depend on durations. In turns of equal length a
@@ -34,13 +39,14 @@ from itertools import chain, zip_longest
 from math import inf
 from typing import Literal, NamedTuple
 
-Name = Literal["gpipe", "1f1b", "interleaved", "zb-h1", "zb-v"]
+Name = Literal["gpipe", "1f1b", "interleaved", "zb-h1", "zb-v", "2bw"]
 Op = Literal["F", "B", "I", "W"]
 NAMES: tuple[Name, ...] = ("gpipe", "1f1b", "interleaved", "zb-h1", "zb-v")
+ASYNCHRONOUS: tuple[Name, ...] = ("2bw",)
 
 
 class Turn(NamedTuple):
-    """One rank at work on one micro-batch (`mb`, from 0) in one chunk of the model (from 0, in model order)."""
+    """One rank at work on one micro-batch (`mb`, from 0; -1: the last of the batch before) in one chunk of the model (from 0, in model order)."""
 
     op: Op
     chunk: int
@@ -70,6 +76,19 @@ def stage_of(name: Name, chunk: int, stages: int) -> int:
     return chunk % stages
 
 
+def owed(name: Name, stages: int, rank: int) -> int:
+    """How many backwards a rank leaves to its next step."""
+    return stages - 1 - rank if name in ASYNCHRONOUS else 0
+
+
+def repeated(turns: Order, micro_batches: int, steps: int) -> Order:
+    """The turns of so many steps, the first with nothing owed; micro-batches are counted on from step to step."""
+    return tuple(
+        tuple(Turn(op, chunk, number) for step in range(steps) for op, chunk, mb in order if (number := step * micro_batches + mb) >= 0)
+        for order in turns
+    )
+
+
 def needs(turn: Turn, chunks: int) -> list[Turn]:
     """The turns, of any rank, that must be over before `turn` begins, in a model of `chunks` chunks."""
     op, chunk, mb = turn
@@ -85,10 +104,15 @@ def schedule(name: Name, stages: int, micro_batches: int, per_stage: int = 2, *,
 
     Raises ValueError for an unknown name and for counts below 1.
     """
-    if name not in NAMES:
-        raise ValueError(f"there is no schedule {name!r}; choose one of {', '.join(NAMES)}")
+    if name not in (*NAMES, *ASYNCHRONOUS):
+        raise ValueError(f"there is no schedule {name!r}; choose one of {', '.join((*NAMES, *ASYNCHRONOUS))}")
     if min(stages, micro_batches, per_stage) < 1:
         raise ValueError(f"{stages} stages of {per_stage} chunks, {micro_batches} micro-batches: each must be at least 1")
+    if name in ASYNCHRONOUS:
+        return tuple(
+            tuple(turn for mb in range(micro_batches) for turn in (Turn("F", rank, mb), Turn("B", rank, mb - owed(name, stages, rank))))
+            for rank in range(stages)
+        )
     chunks = chunks_of(name, stages, per_stage)
     split = name in ("zb-h1", "zb-v")
     own = [[chunk for chunk in range(chunks) if stage_of(name, chunk, stages) == rank] for rank in range(stages)]
@@ -118,6 +142,7 @@ def _unit(_: Turn) -> float:
 def makespan(name: Name, turns: Order, seconds: Seconds) -> float:
     """Seconds from the first turn to the end of the last when every rank runs its `turns` in order, each as soon as its needs are met.
 
+    Of an asynchronous schedule give the turns of some steps (`repeated`): one more of them takes a step longer.
     Raises ValueError where the orders deadlock.
     """
     stages, chunks = len(turns), 1 + max(turn.chunk for turn in chain(*turns))
@@ -130,7 +155,7 @@ def makespan(name: Name, turns: Order, seconds: Seconds) -> float:
 
 def in_flight(name: Name, stages: int, micro_batches: int, per_stage: int = 2, *, seconds: Seconds | None = None) -> tuple[int, ...]:
     """Per chunk the most micro-batches at once whose F is done and whose B (W where split) is not, counted in the schedule."""
-    now = [0] * chunks_of(name, stages, per_stage)
+    now = [owed(name, stages, stage_of(name, chunk, stages)) for chunk in range(chunks_of(name, stages, per_stage))]
     most = list(now)
     for turn in chain(*schedule(name, stages, micro_batches, per_stage, seconds=seconds)):
         now[turn.chunk] += {"F": 1, "B": -1, "I": 0, "W": -1}[turn.op]

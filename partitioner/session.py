@@ -14,6 +14,7 @@ from torch.utils._pytree import tree_unflatten
 
 from partitioner.alternatives import Alternatives
 from partitioner.assemble import assemble, cuts_of, decisions_of
+from partitioner.asynchronous import refusal
 from partitioner.batch_dims import batch_dims
 from partitioner.belongs import check_belongs
 from partitioner.calibrate import core_share, local_device, neighbours
@@ -354,6 +355,8 @@ class Session:
         micro_batches = planned.micro_batches if request.mode == "step" else 1
         prepared = self._like_planned(request, micro_batches)
         micro_batches = min(micro_batches, most_micro_batches(prepared, self.dp))
+        if request.mode == "step" and (why := refusal(planned.pipeline.schedule, self.stages, micro_batches, None)):
+            raise InputError(f"this batch is too short: {why}")
         decisions = list(planned.decisions) if prepared is self._planned_for else []
         for block in prepared.blocks.blocks if not decisions else ():
             decision, share = self._planned.get(block.label, (Decision(frozenset()), 1.0))

@@ -4,9 +4,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from partitioner.asynchronous import RULE
 from partitioner.plan import BlockPlan, Plan, RankPrediction
 from partitioner.quantities import format_bytes
-from partitioner.schedules import chunks_of, stage_of
+from partitioner.schedules import ASYNCHRONOUS, chunks_of, stage_of
 from partitioner.wording import counted, listed, percent, span
 
 _MOST_CHUNKS = 3
@@ -99,7 +100,8 @@ def stage_lines(plan: Plan, most: int, width: int) -> list[str]:
         lines.append("  " + "  ".join(text.ljust(width) for text, width in zip(cells, widths, strict=True)).rstrip())
     if len(shown) < len(found):
         lines.insert(-1, f"  … {counted(len(found) - len(shown), 'more stage')}")
-    return [f"stages: {plan.stages}, {plan.schedule}, {counted(plan.micro_batches, 'micro-batch', 'es')}", *lines]
+    about = [f"  asynchronous: {RULE}"] if plan.schedule in ASYNCHRONOUS else []
+    return [f"stages: {plan.stages}, {plan.schedule}, {counted(plan.micro_batches, 'micro-batch', 'es')}", *about, *lines]
 
 
 def stage_data(plan: Plan) -> list[dict[str, Any]]:

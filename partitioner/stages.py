@@ -12,6 +12,7 @@ from dataclasses import replace
 from functools import cached_property
 from math import inf
 
+from partitioner.asynchronous import refusal
 from partitioner.balance import Balanced, Option, Problem, balance
 from partitioner.errors import InfeasibleError
 from partitioner.options import GAP, Options
@@ -20,7 +21,7 @@ from partitioner.prepare import check_micro_batches, most_micro_batches
 from partitioner.progress import tell
 from partitioner.quantities import format_bytes
 from partitioner.runtime.clock import Hang
-from partitioner.schedules import NAMES, Name, chunks_of, in_flight, makespan, schedule, stage_of
+from partitioner.schedules import ASYNCHRONOUS, NAMES, Name, Order, chunks_of, in_flight, makespan, repeated, schedule, stage_of
 from partitioner.trial import Task, Verdict, communication
 from partitioner.wording import counted
 
@@ -63,6 +64,9 @@ def _candidates(task: Task) -> tuple[list["_Stages"], InfeasibleError | None]:
     for count in _micro_batches(task):
         model = Options(task, count)
         for name in [task.constraints.schedule] if task.constraints.schedule else NAMES:
+            if why := refusal(name, task.stages, count, None):
+                refused = refused or InfeasibleError(why)
+                continue
             chunks = chunks_of(name, task.stages)
             if chunks > len(model.blocks):
                 why = f"the model is cut into {len(model.blocks)} blocks, but {chunks} stages need one each; use fewer stages"
@@ -151,7 +155,12 @@ class _Stages:
         """Seconds of the schedule if memory does not limit: backward takes twice the time of forward, messages none."""
         part = {"F": 1 / 3, "B": 2 / 3, "I": 1 / 3, "W": 1 / 3}
         turns = schedule(self.name, self.task.stages, self.count)
-        alone = makespan(self.name, turns, lambda turn: part[turn.op] * self.free.seconds[turn.chunk])
+
+        def lasts(turns: Order) -> float:
+            return makespan(self.name, turns, lambda turn: part[turn.op] * self.free.seconds[turn.chunk])
+
+        two, three = (repeated(turns, self.count, steps) for steps in (2, 3))
+        alone = lasts(three) - lasts(two) if self.name in ASYNCHRONOUS else lasts(turns)
         return max(self.bound, alone * self.task.cluster.share)
 
     def fit(self) -> Verdict:

@@ -10,9 +10,12 @@
 | collectives | the same ones in the same order with the same bytes on every rank of the axis: then none can wait for another forever |
 | rows | the ranks' rows are the batch, in rank order, each row once |
 | stages | every SEND has its RECV, messages from one stage to another in one order; the stages come to their end together (check_stages.py) |
+| steps | of an asynchronous program: what a step leaves is what the next one and the drain find; parameters are stashed that owed backwards read |
+
+An asynchronous program is walked as it is played: a first step with nothing owed, another one, and what that owes.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from partitioner.errors import ProgramError
 from partitioner.runtime.check_ranks import check_ranks, excerpt
@@ -43,7 +46,8 @@ class _Walk:
         self.saved: dict[tuple[int, int], int] = {}
         self.halfway: dict[tuple[int, int], int] = {}
         self.done: set[tuple[int, int]] = set()
-        self.accumulated: dict[int, tuple[int, int]] = {}
+        self.accumulated: dict[tuple[int, bool], tuple[int, int]] = {}  # (unit, whether of the batch before)
+        self.stashed: dict[int, bool] = {}  # unit -> whether of the batch before
         self.readers = self._gradient_readers()
         self.seen: set[str] = set()
 
@@ -67,17 +71,46 @@ class _Walk:
         return ProgramError(f"{place}: {what}; {way}\n{excerpt(self.lines, min(self.index, len(self.lines) - 1))}")
 
     def run(self) -> None:
+        if self.program.asynchronous:
+            for index, instruction in enumerate(self.lines):
+                self.index = index
+                self._fields(instruction)
+            self._walk(lambda instruction: not instruction.owed)
+            self._next_step()
+            self._walk(lambda instruction: True)
+            self._next_step()
+            self._walk(lambda instruction: instruction.owed)
+        else:
+            self._walk(lambda instruction: True)
+        if not self.program.after:
+            self._between()
+        self._end()
+
+    def _walk(self, played: Callable[[Instruction], bool]) -> None:
         for index, instruction in enumerate(self.lines):
             self.index = index
             if self.index == len(self.program.instructions):
                 self._between()
+            if not played(instruction):
+                continue
             self._fields(instruction)
             self.seen.add(instruction.op)
             getattr(self, f"_{instruction.op.lower()}")(instruction)
         self.index = len(self.lines)
-        if not self.program.after:
-            self._between()
-        self._end()
+
+    def _next_step(self) -> None:
+        """This batch becomes the one before, and the optimizer changes the parameters."""
+        count = len(self.program.rows)
+        if self.values:
+            raise self.fail(f"{min(self.values)[0]} is still held when the step is over", "give it up with its last reader")
+        for unit in (unit for unit, owed in self.stashed.items() if owed):
+            raise self.fail(f"unit {unit} is still stashed from the step before", f"add UNSTASH unit {unit} mb -1")
+        for unit in (unit for unit, owed in self.accumulated if owed):
+            raise self.fail(f"unit {unit}'s gradients of the batch before are not summed", f"add REDUCE unit {unit} mb -1")
+        self.saved = {(block, mb - count): line for (block, mb), line in self.saved.items()}
+        self.accumulated = {(unit, True): (mb - count, line) for (unit, _), (mb, line) in self.accumulated.items()}
+        self.stashed = dict.fromkeys(self.stashed, True)
+        self.done, self.gone, self.whole, self.prologue = set(), {}, set(), set()
 
     def _fields(self, instruction: Instruction) -> None:
         if instruction.op not in OPS:
@@ -95,8 +128,9 @@ class _Walk:
             raise self.fail(f"there is no block {instruction.block}", f"blocks are {', '.join(map(str, self.program.call_of))}")
         if instruction.unit is not None and instruction.unit not in self.program.unit_numbered:
             raise self.fail(f"there is no unit {instruction.unit}", f"units are {', '.join(map(str, self.program.unit_numbered))}")
-        if instruction.mb is not None and not 0 <= instruction.mb < len(self.program.rows):
-            raise self.fail(f"there is no micro-batch {instruction.mb}", f"there are {len(self.program.rows)}, counted from 0")
+        count = len(self.program.rows)
+        if instruction.mb is not None and not (-count if self.program.asynchronous else 0) <= instruction.mb < count:
+            raise self.fail(f"there is no micro-batch {instruction.mb}", f"there are {count}, counted from 0")
 
     def _call(self, instruction: Instruction) -> tuple[Call, Function]:
         call = self.program.call_of[instruction.block or 0]
@@ -105,7 +139,9 @@ class _Walk:
         return call, self.program.functions[call.function]
 
     def _read(self, ref: Ref, mb: int | None) -> None:
-        if ref.kind == "value":
+        if mb is not None and mb < 0:
+            self._read_late(ref)
+        elif ref.kind == "value":
             if mb is None:
                 raise self.fail(f"a prologue reads the value {ref.name}, which has micro-batches", "let it read what is there before any FORWARD")
             if (ref.name, mb) in self.gone:
@@ -121,6 +157,13 @@ class _Walk:
             raise self.fail(f"the input {ref.name} is read, but Program.inputs does not say how it is cut", "list it there")
         elif ref.kind == "constant" and ref.name not in self.program.constants:
             raise self.fail(f"the constant {ref.name} is read, but the program does not hold it", "add it to Program.constants")
+
+    def _read_late(self, ref: Ref) -> None:
+        """What an owed backward fetches: of its own batch, which keeps its inputs and prologue values, but the parameters have changed."""
+        unit = self.program.unit_of.get(ref.name) if ref.kind == "parameter" else None
+        if unit is not None and ref.name in self.program.stashed.get(unit.number, ()) and not self.stashed.get(unit.number):
+            what = f"an owed backward reads the parameter {ref.name}, but its unit {unit.number} was not stashed, or is no longer"
+            raise self.fail(what, f"put STASH unit {unit.number} at the end of the program and UNSTASH behind the last backward that reads it")
 
     def _parameter(self, name: str) -> None:
         unit = self.program.unit_of.get(name)
@@ -204,13 +247,13 @@ class _Walk:
             if ref.name not in self.program.unit_of:
                 self._parameter(ref.name)
             unit = self.program.unit_of[ref.name]
-            other = self.accumulated.get(unit.number)
+            other = self.accumulated.get((unit.number, mb < 0))
             if other is not None and other[0] != mb and unit.shard in ("zero2", "zero3"):
                 raise self.fail(
                     f"unit {unit.number} ({unit.shard}) still holds the gradients of micro-batch {other[0]} from line {other[1]}",
                     f"put REDUCE unit {unit.number} mb {other[0]} before",
                 )
-            self.accumulated[unit.number] = (mb, self.index)
+            self.accumulated[unit.number, mb < 0] = (mb, self.index)
 
     def _prologue(self, instruction: Instruction) -> None:
         call, _ = self._call(instruction)
@@ -248,9 +291,9 @@ class _Walk:
 
     def _reduce(self, instruction: Instruction) -> None:
         number = instruction.unit or 0
-        if number not in self.accumulated:
+        if (number, instruction.owed) not in self.accumulated:
             raise self.fail(f"unit {number} has no gradient to sum here", "remove the line, or put it after the BACKWARDs of its parameters")
-        mb, line = self.accumulated.pop(number)
+        mb, line = self.accumulated.pop((number, instruction.owed))
         if instruction.mb is not None and instruction.mb != mb:
             raise self.fail(f"the gradients of unit {number} come from micro-batch {mb} (line {line}), not {instruction.mb}", f"write mb {mb}")
 
@@ -258,8 +301,21 @@ class _Walk:
         unit = self.program.unit_numbered[instruction.unit or 0]
         if len(unit.stages) < 2:
             raise self.fail(f"unit {unit.number} is held by this stage alone", "remove the line")
-        if unit.number in self.accumulated:
+        if (unit.number, instruction.owed) in self.accumulated:
             raise self.fail(f"the gradients of unit {unit.number} are not summed over the ranks yet", f"put REDUCE unit {unit.number} before")
+
+    def _stash(self, instruction: Instruction) -> None:
+        unit = self.program.unit_numbered[instruction.unit or 0]
+        names = self.program.stashed.get(unit.number, ())
+        if not names or unit.number in self.stashed:
+            raise self.fail(f"unit {unit.number} has nothing to stash, or is stashed already", "remove the line")
+        for name in names:
+            self._parameter(name)
+        self.stashed[unit.number] = False
+
+    def _unstash(self, instruction: Instruction) -> None:
+        if not self.stashed.pop(instruction.unit or 0, False):
+            raise self.fail(f"unit {instruction.unit} is not stashed from the step before", "remove the line")
 
     def _wired(self, instruction: Instruction) -> tuple[str, int]:
         name = instruction.value or ""
@@ -335,7 +391,7 @@ class _Walk:
             (block, mb), line = next(iter(self.halfway.items()))
             raise self.fail(f"the backward of block {block} on micro-batch {mb} from line {line} is left half done", "add its BACKWARD_WEIGHT")
         if self.accumulated:
-            number, (mb, line) = next(iter(self.accumulated.items()))
+            (number, _), (mb, line) = next(iter(self.accumulated.items()))
             raise self.fail(f"the gradients of unit {number} from line {line} are never summed", f"add REDUCE unit {number}")
         for number in self.whole:
             if self.program.unit_numbered[number].shard == "zero3":

@@ -11,9 +11,10 @@ from collections.abc import Sequence
 from typing import Any
 
 from partitioner.errors import ProgramError
-from partitioner.runtime.clock import Asked, Hang, Route, Tracer, play, route_of
+from partitioner.runtime.clock import Asked, Hang, Line, Route, Tracer, play, route_of
 from partitioner.runtime.player import Player
 from partitioner.runtime.program import Function, Half, Instruction, Program, Ref, Slice, Unit, Wire
+from partitioner.runtime.steps import STEPS, Steps, unrolled
 from partitioner.runtime.text import instruction_text
 
 _SHOWN = 3  # instructions before and after a fault
@@ -49,11 +50,13 @@ class _NoValues(Tracer):
 
     def tie(self, unit: Unit) -> None: ...
 
+    def stash(self, unit: Unit, instruction: Instruction) -> None: ...
+
     def send(self, value: None, wire: Wire, gradient: bool, instruction: Instruction) -> Asked:
-        return Asked(self, route_of(instruction, self.program.stage))
+        return Asked(self, self.route(instruction))
 
     def receive(self, wire: Wire, gradient: bool, rows: int, instruction: Instruction) -> tuple[None, Asked]:
-        return None, Asked(self, route_of(instruction, self.program.stage))
+        return None, Asked(self, self.route(instruction))
 
     def loss(self, values: list[None]) -> None: ...
 
@@ -61,37 +64,60 @@ class _NoValues(Tracer):
 
     def output(self, ref: Ref, cut: Slice, placement: str, values: list[None]) -> None: ...
 
-    def finish(self) -> None: ...
+    def rest(self) -> None: ...
 
 
 def check_stages(programs: Sequence[Program]) -> None:
     """The programs of one place in all stages, by stage. Raises ProgramError with a picture of the stages and an arrow at the fault."""
     _check_messages(programs)
-    machines = []
-    for program in programs:
-        machine = _NoValues(program)
+    try:
+        play([_traced(program) for program in programs], overlap=True)
+    except Hang as hang:
+        lines = {at: _line(programs[at], traced) for at, (traced, _) in hang.stuck.items()}
+        waits = "; ".join(f"stage {at} at line {lines[at]} for {_route(what)}" for at, (_, what) in sorted(hang.stuck.items()))
+        raise ProgramError(
+            f"the stages would wait for each other forever: {waits}; put what is awaited before what waits for it\n" + grid(programs, lines)
+        ) from None
+
+
+def _traced(program: Program) -> list[Line]:
+    """What a program awaits, line by line: an asynchronous one's in STEPS steps and the drain, each ended by a line of its own."""
+    machine = _NoValues(program)
+    if not program.asynchronous:
         player = Player[None](program, machine)
         player.play(program.instructions)
         machine.ended()
         player.finish()
-        machines.append(machine)
-    try:
-        play([machine.lines for machine in machines], overlap=True)
-    except Hang as hang:
-        waits = "; ".join(f"stage {at} at line {line} for {_route(what)}" for at, (line, what) in sorted(hang.stuck.items()))
-        raise ProgramError(
-            f"the stages would wait for each other forever: {waits}; put what is awaited before what waits for it\n"
-            + grid(programs, {at: line for at, (line, _) in hang.stuck.items()})
-        ) from None
+        return machine.lines
+    steps = Steps[None](program)
+    for step in range(STEPS):
+        machine = _NoValues(program, machine if step else None)
+        player = steps.player(machine)
+        steps.play(player)
+        machine.ended()
+        steps.end(player)
+    steps.drain()
+    return machine.lines
+
+
+def _line(program: Program, traced: int) -> int:
+    """The line of the program that stands behind a traced one."""
+    if not program.asynchronous:
+        return traced
+    each = len(program.instructions)
+    found = [line for line, _, _ in unrolled(program)]
+    for step in range(STEPS):  # behind each step stands the line of its end
+        found.insert(step * (each + 1) + each - len(program.owed), each)
+    return found[traced]
 
 
 def _check_messages(programs: Sequence[Program]) -> None:
     ends: dict[tuple[int, int], tuple[list[tuple[Route, int]], list[tuple[Route, int]]]] = {}
     for program in programs:
-        for line, instruction in enumerate(program.instructions):
+        for line, first, instruction in unrolled(program):
             if instruction.op not in ("SEND", "RECV", "SEND_GRADIENT", "RECV_GRADIENT"):
                 continue
-            route = route_of(instruction, program.stage)
+            route = route_of(instruction, program, first)
             if not (0 <= route.source < len(programs) and 0 <= route.target < len(programs)) or route.source == route.target:
                 raise ProgramError(
                     f"stage {program.stage}, line {line}: {instruction_text(instruction)} names a stage that is not there, or its own; stages are "

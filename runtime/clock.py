@@ -37,13 +37,13 @@ class Route(NamedTuple):
 
 @dataclass
 class Line:
-    """An instruction in time. awaits: units and messages that must be there before it starts; unit: what it brings; message: what it moves."""
+    """An instruction in time. awaits: what must be there before it starts; brings: what it helps to be there, unless that is a message."""
 
     stream: str
     text: str
     seconds: float
     awaits: list[Hashable] = field(default_factory=list)
-    unit: int | None = None
+    brings: Hashable = None
     message: Route | None = None
     sends: bool = False
 
@@ -57,12 +57,13 @@ class Times:
     end: float = 0.0
 
 
-def route_of(instruction: Instruction, here: int) -> Route:
-    """The message of a SEND or RECV that a stage plays."""
+def route_of(instruction: Instruction, program: Program, first: int = 0) -> Route:
+    """The message of a SEND or RECV. first: the number of its batch's first micro-batch, which count on from step to step."""
+    here, mb = program.stage, instruction.mb or 0
     other = here if instruction.stage is None else instruction.stage
     sends = instruction.op in ("SEND", "SEND_GRADIENT")
     source, target = (here, other) if sends else (other, here)
-    return Route(source, target, instruction.value or "", instruction.mb or 0, instruction.op.endswith("GRADIENT"))
+    return Route(source, target, instruction.value or "", first + mb % len(program.rows), instruction.op.endswith("GRADIENT"))
 
 
 class Asked:
@@ -77,28 +78,44 @@ class Asked:
 
 
 class Tracer:
-    """The part of a player's machine that knows no values: it writes `lines`, the last of which is the end of the program."""
+    """The part of a player's machine that knows no values: it writes `lines`, the last of which is the end of the program.
 
-    def __init__(self, program: Program) -> None:
+    Of one asynchronous step after the other each batch has a tracer, and all of them write the same lines. before: that of the batch before.
+    """
+
+    def __init__(self, program: Program, before: "Tracer | None" = None) -> None:
         self.program = program
-        self.lines: list[Line] = []
-        self._open = Line("compute", "", 0.0)
+        self.lines: list[Line] = [] if before is None else before.lines
+        self.first: int = 0 if before is None else before.first + len(program.rows)
 
     def begin(self, instruction: Instruction) -> None:
-        line = self._open = Line(instruction.stream, instruction_text(instruction), instruction.seconds)
+        line = Line(instruction.stream, instruction_text(instruction), instruction.seconds)
         if instruction.op in ("GATHER", "REFRESH"):
-            line.unit = instruction.unit
+            line.brings = instruction.unit
+        elif instruction.op in ("REDUCE", "TIE", "LOSS"):
+            line.brings = self._results
         elif instruction.op in ("SEND", "RECV", "SEND_GRADIENT", "RECV_GRADIENT"):
-            line.message, line.sends = route_of(instruction, self.program.stage), instruction.op.startswith("SEND")
+            line.message, line.sends = self.route(instruction), instruction.op.startswith("SEND")
         self.lines.append(line)
 
+    @property
+    def _results(self) -> Hashable:
+        return "results", self.first
+
+    def route(self, instruction: Instruction) -> Route:
+        """The message of a SEND or RECV of this batch."""
+        return route_of(instruction, self.program, self.first)
+
     def wait(self, for_what: Hashable) -> None:
-        self._open.awaits.append(for_what)
+        self.lines[-1].awaits.append(for_what)
 
     def ended(self) -> None:
-        """What comes now comes after the last instruction."""
-        self._open = Line("end", "FINISH", 0.0)
-        self.lines.append(self._open)
+        """What comes now comes after the last instruction. An asynchronous step does not await what it has issued for the next."""
+        self.lines.append(Line("compute" if self.program.asynchronous else "end", "FINISH", 0.0))
+
+    def finish(self) -> None:
+        """Await what this batch's reductions bring."""
+        self.wait(self._results)
 
 
 def play(ranks: Sequence[Sequence[Line]], overlap: bool, share: float = 1.0) -> list[Times]:
@@ -197,7 +214,7 @@ class _Rank:
         self.at, self.now = 0, 0.0
         self.times = Times()
         self._streams: dict[str, float] = {}
-        self._units: dict[int, float] = {}
+        self._there: dict[Hashable, float] = {}
 
     def run(self) -> Iterator["_Compute | Route | float"]:
         """Play line by line. Yields work to do, a message to await, or a time; whoever plays sets `now` and comes back."""
@@ -205,7 +222,7 @@ class _Rank:
             self.at, awaited = at, 0.0
             for what in line.awaits:
                 if not isinstance(what, Route):
-                    awaited = max(awaited, self._units.get(what, 0.0))  # type: ignore[call-overload]
+                    awaited = max(awaited, self._there.get(what, 0.0))
                     continue
                 while what not in self.post.arrivals:
                     yield what
@@ -228,8 +245,8 @@ class _Rank:
                 if line.seconds:
                     yield _Compute(line.seconds) if line.stream == "compute" else self.now + line.seconds
                 end = self.now
-            if line.unit is not None:
-                self._units[line.unit] = end
+            if line.brings is not None:
+                self._there[line.brings] = max(end, self._there.get(line.brings, 0.0))
             if line.seconds:
                 self.times.events.append((line.stream, line.text, start, end))
         self.times.end = max(self.now, *self._streams.values(), 0.0)

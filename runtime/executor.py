@@ -38,7 +38,7 @@ def mix(*numbers: int) -> int:
 
 
 class Store(Protocol):
-    """What a program asks of the parameters (`parameters.UnitStore`)."""
+    """What a program asks of the parameters (`parameters.UnitStore`). batch: whose gradients, where several batches are under way."""
 
     def whole(self, name: str) -> Tensor: ...
 
@@ -48,19 +48,20 @@ class Store(Protocol):
 
     def free(self, unit: Unit) -> None: ...
 
-    def accumulate(self, name: str, gradient: Tensor) -> None: ...
+    def accumulate(self, name: str, gradient: Tensor, batch: int = 0) -> None: ...
 
-    def reduce(self, unit: Unit, last: bool) -> None: ...
+    def reduce(self, unit: Unit, last: bool, batch: int = 0) -> None: ...
 
-    def tie(self, unit: Unit) -> None: ...
+    def tie(self, unit: Unit, batch: int = 0) -> None: ...
 
-    def finish(self) -> None: ...
+    def finish(self, batch: int = 0) -> None: ...
 
 
 class TensorMachine:
     """The player's machine on tensors. `seed` is this step's random seed, the same on every rank; None: nothing draws by key.
 
     own_rows: the leaves hold this rank's rows alone, not the global batch. group: the ranks of this stage; pipe: this stage among the others.
+    batch: its number, where several are under way.
     """
 
     def __init__(
@@ -74,9 +75,12 @@ class TensorMachine:
         place: Place,
         own_rows: bool = False,
         pipe: Pipe | None = None,
+        batch: int = 0,
     ) -> None:
         self.program = program
         self.pipe = pipe
+        self.batch = batch
+        self.stashed: dict[str, Tensor] = {}
         self.module = module
         self.store = store
         self.leaves = leaves
@@ -104,7 +108,7 @@ class TensorMachine:
         program = self.program
         match ref.kind:
             case "parameter":
-                return self.store.whole(ref.name)
+                return self.stashed[ref.name] if ref.name in self.stashed else self.store.whole(ref.name)
             case "buffer":
                 return self.module.get_buffer(ref.name)
             case "constant":
@@ -155,7 +159,7 @@ class TensorMachine:
         return one + other
 
     def accumulate(self, name: str, gradient: Tensor) -> None:
-        self.store.accumulate(name, gradient)
+        self.store.accumulate(name, gradient, self.batch)
 
     def unit(self, op: str, unit: Unit, last: bool) -> None:
         match op:
@@ -166,10 +170,17 @@ class TensorMachine:
             case "FREE":
                 self.store.free(unit)
             case _:
-                self.store.reduce(unit, last)
+                self.store.reduce(unit, last, self.batch)
 
     def tie(self, unit: Unit) -> None:
-        self.store.tie(unit)
+        self.store.tie(unit, self.batch)
+
+    def stash(self, unit: Unit, instruction: Instruction) -> None:
+        for name in self.program.stashed[unit.number]:
+            if instruction.op == "STASH":
+                self.stashed[name] = self.store.whole(name).clone()
+            else:
+                del self.stashed[name]
 
     def send(self, value: Tensor, wire: Wire, gradient: bool, instruction: Instruction) -> Message:
         pipe, stage = self._between(instruction)
@@ -242,8 +253,11 @@ class TensorMachine:
         # A saved value may be the same tensor: what the user does to the output must not reach backward.
         return values[-1].clone() if program.keeps else values[-1]
 
+    def rest(self) -> None:
+        self.leaves = {path: leaf for path, leaf in self.leaves.items() if ("input", path) in self.program.owed_reads}
+
     def finish(self) -> None:
-        self.store.finish()
+        self.store.finish(self.batch)
         if self._loss_handle is not None:
             self._loss_handle.wait()
             self._loss_handle = None
@@ -317,9 +331,12 @@ class Executor:
         self.playing = Playing(self.everyone)
 
     def _player(self, leaves: Mapping[str, Any], own_rows: bool = False) -> tuple[Player[Tensor], TensorMachine]:
-        seed = self._seed() if self.program.draws and self.program.keyed else None
-        machine = TensorMachine(self.program, self.module, self.store, leaves, self.group, seed, self.playing.place, own_rows, self.pipe)
+        machine = self._machine(leaves, own_rows)
         return Player[Tensor](self.program, machine), machine
+
+    def _machine(self, leaves: Mapping[str, Any], own_rows: bool, batch: int = 0) -> TensorMachine:
+        seed = self._seed() if self.program.draws and self.program.keyed else None
+        return TensorMachine(self.program, self.module, self.store, leaves, self.group, seed, self.playing.place, own_rows, self.pipe, batch)
 
     def _seed(self) -> int:
         """This step's seed: drawn from torch's default generator on every rank (their generators stay in step), rank 0's counts."""

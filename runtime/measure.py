@@ -19,11 +19,14 @@ MEASURED_STEPS = 2
 
 
 class Measured:
-    """What a rank was seen to use. `resident()` yields the tensors that exist before the first step; `owns(optimizer)` tells whether it is ours."""
+    """What a rank was seen to use in its first `steps` steps.
+
+    `resident()` yields the tensors that exist before the first step; `owns(optimizer)` tells whether it is ours."""
 
     def __init__(self, resident: Callable[[], Iterable[Tensor]], owns: Callable[[Optimizer], bool]) -> None:
         self._resident = resident
         self._owns = owns
+        self.steps = MEASURED_STEPS
         self._tracker: Tracker | None = None
         self._peak: int | None = None
         self._steps = 0
@@ -33,18 +36,21 @@ class Measured:
 
     @property
     def peak_bytes(self) -> int:
-        """Most tensor bytes alive at once on this rank during the first two steps, optimizer.step included. Raises before the first."""
+        """Most tensor bytes alive at once on this rank during the first steps, optimizer.step included. Raises before the first.
+
+        They are two, of an asynchronous schedule three.
+        """
         if self._tracker is not None:
             self._peak = self._tracker.peak_bytes
         if self._peak is None:
-            raise PartitionerError("no peak has been measured yet; call train_step first (the first two steps are measured)")
+            raise PartitionerError(f"no peak has been measured yet; call train_step first (the first {self.steps} steps are measured)")
         return self._peak
 
     @contextmanager
     def step(self, inputs: Iterable[Tensor]) -> Iterator[None]:
         """Around one train_step."""
         self._leave_optimizer()
-        if self._steps == MEASURED_STEPS:
+        if self._steps == self.steps:
             self.stop()
         self._steps += 1
         if self._steps == 1:
@@ -115,7 +121,7 @@ class Measured:
         def after(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
             if (measured := me()) is not None and measured._in_optimizer and measured._owns(optimizer):
                 measured._leave_optimizer()
-                if measured._steps == MEASURED_STEPS:
+                if measured._steps == measured.steps:
                     measured._freeze()  # hooks stay: torch is walking through them
 
         self._hooks = [register_optimizer_step_pre_hook(before), register_optimizer_step_post_hook(after)]

@@ -18,12 +18,13 @@ from torch.optim import Optimizer
 from torch.utils._pytree import TreeSpec, tree_unflatten
 
 from partitioner.errors import InputError, PartitionerError, ProgramError, RankError
+from partitioner.runtime.asynchronous import AsynchronousExecutor
 from partitioner.runtime.bridge import attach, refuse
 from partitioner.runtime.checkpoint import load, save
 from partitioner.runtime.executor import Executor, Store
 from partitioner.runtime.inputs import Expected, row_sums
 from partitioner.runtime.launch import Ranks, agree
-from partitioner.runtime.measure import Measured
+from partitioner.runtime.measure import MEASURED_STEPS, Measured
 from partitioner.runtime.pipe import Pipe
 from partitioner.runtime.program import Mode, Program, Request, Slice
 from partitioner.runtime.rows import RowSampler, exchange, hand_over, rows_in, whole
@@ -126,6 +127,8 @@ class ParallelModule(nn.Module):
 
         Raises InputError for inputs of another structure or dtype than planned, PeerError where a peer is gone, and, on every rank together,
         NonFiniteError for a loss that is not finite: the parameters are unchanged then, and `optimizer.zero_grad()` and the next batch may follow.
+
+        With an asynchronous schedule loss and gradients are those of the batch before, in the first step NaN and none; `drain` gives the last ones.
         """
         leaves = self._leaves("step", args, kwargs, targets)
         return self._step(self._executor("step", leaves, grad=True), leaves, own_rows=False)
@@ -167,11 +170,24 @@ class ParallelModule(nn.Module):
             raise InputError("the plan cuts no input by rows, so the size of a batch is not known; write sampler(dataset, batch_rows=…)")
         return RowSampler.of(dataset, batch_rows, self._rank, self._ranks, shuffle, seed)
 
+    def drain(self) -> Tensor | None:
+        """Of an asynchronous schedule: run the backwards that are owed to the last batch, and so empty the pipeline. Collective.
+
+        Its gradients are in `.grad` afterwards and its loss is returned, for a last optimizer.step. None, and nothing is done, where no batch is
+        under way: at the start, after another drain, and always with a synchronous plan. Raises what train_step does.
+        """
+        late = self._late
+        if late is None:
+            return None
+        with self.measured.watch():
+            return late.drain(self._steps)
+
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The model's own output for the global batch, whole on every rank; `loss.backward()` on it fills `.grad`.
 
         With pipeline stages the output is for looking at: `backward()` on it raises PartitionerError.
         """
+        self._empty("calling the model")
         leaves = self._leaves("forward", args, kwargs, ABSENT)
         grad = torch.is_grad_enabled() and any(parameter.requires_grad for parameter in self.parameters())
         executor = self._executor("forward", leaves, grad)
@@ -198,6 +214,7 @@ class ParallelModule(nn.Module):
 
     def load_full_state_dict(self, state: Mapping[str, Any]) -> None:
         """Inverse of `full_state_dict`, from the same whole tensors on every rank. Raises InputError for the state of another model."""
+        self._empty("load_full_state_dict")
         self._store.load_full_state(state)
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
@@ -206,6 +223,7 @@ class ParallelModule(nn.Module):
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
         """Inverse of `state_dict` on the same placement; `load_full_state_dict` takes whole tensors."""
+        self._empty("load_state_dict")
         if assign:
             raise PartitionerError("load_state_dict(assign=True) would replace the placed parameters; leave assign out")
         return self._user.load_state_dict(state_dict, strict)
@@ -222,6 +240,7 @@ class ParallelModule(nn.Module):
         Each rank writes its share, a replica is written once. The version appears whole, by one rename; the one before it is kept, older ones are
         removed. Raises CheckpointError on every rank together; then the versions that were there are as they were.
         """
+        self._empty("save")
         plan = self.plan.to_json() if hasattr(self.plan, "to_json") else ""
         return save(path, self._user, optimizer, self._steps, plan, self._peers, self._device)
 
@@ -232,6 +251,7 @@ class ParallelModule(nn.Module):
         as Hugging Face writes it. The last two hold weights alone, and the optimizer is left out. Each rank reads its own slices.
         Raises CheckpointError on every rank together for what is damaged, unfinished, or of another model or optimizer, before anything changes.
         """
+        self._empty("load")
         steps = load(path, self._user, optimizer, self._peers, self._device)
         self._store.mark_stale()
         self.__dict__["_steps"] = steps
@@ -245,13 +265,27 @@ class ParallelModule(nn.Module):
 
     # Inside
 
+    @property
+    def _late(self) -> AsynchronousExecutor | None:
+        """The executor that has a batch under way."""
+        every = (executor for executor in self._executors.values() if isinstance(executor, AsynchronousExecutor))
+        return next((executor for executor in every if executor.under_way), None)
+
+    def _empty(self, what: str) -> None:
+        if self._late is not None:
+            raise PartitionerError(
+                f"{what} needs an empty pipeline, but backwards of the last batch are under way, as its asynchronous schedule has it; call "
+                "parallel.drain(), and optimizer.step() on the gradients that it leaves, first"
+            )
+
     def _leaves(self, mode: Mode, args: tuple[Any, ...], kwargs: dict[str, Any], targets: Any) -> dict[str, Any]:
         """path -> leaf, checked, tensors on this rank's device."""
         try:
             leaves = self._checked(mode, args, kwargs, targets)
         except Exception as error:  # the others are about to compare their inputs with this rank's
-            with suppress(RankError):
-                self._same_on_all_ranks(f"refused with {type(error).__name__}: {error}")
+            if self._late is None:
+                with suppress(RankError):
+                    self._same_on_all_ranks(f"refused with {type(error).__name__}: {error}")
             raise
         return self._on_device(leaves)
 
@@ -278,7 +312,14 @@ class ParallelModule(nn.Module):
         flags = tuple(module.training for module in self._user.modules())
         key = (mode, flags, grad, tuple(_shape_key(path, leaf) for path, leaf in leaves.items()))
         executor: Executor | None = self._executors.get(key)
-        self._same_on_all_ranks(key)
+        late = self._late
+        if late is None:
+            self._same_on_all_ranks(key)
+        elif executor is not late:  # to compare the ranks here would make every stage wait for the last one
+            raise InputError(
+                "this batch has other shapes, or the model another mode, than the batch whose backwards are under way; call parallel.drain() and "
+                "optimizer.step() first"
+            )
         if executor is None and alike:
             self._same_values(leaves)
         if executor is None:
@@ -289,7 +330,9 @@ class ParallelModule(nn.Module):
                     f"rank {self._rank} of {self._ranks} asked for a {mode} program and got one for {program.place}, {program.mode}; "
                     "lower the plan for this rank"
                 )
-            executor = self._executors[key] = Executor(program, self._user, self._store, dp.group, self._device, self._pipe)
+            kind = AsynchronousExecutor if program.asynchronous else Executor
+            self.measured.steps = MEASURED_STEPS + program.asynchronous  # the first gives no gradient
+            executor = self._executors[key] = kind(program, self._user, self._store, dp.group, self._device, self._pipe)
         # Whatever the user did to parameters since the last call (an averaged copy swapped in through .data leaves no trace) must be seen.
         self._store.mark_stale()
         return executor

@@ -24,7 +24,7 @@ from partitioner.runtime.clip import clip, norm_dtype, total_norm
 from partitioner.runtime.optimizers import register, retire
 from partitioner.runtime.pipe import Pipe
 from partitioner.runtime.program import Unit
-from partitioner.runtime.reductions import Reducer
+from partitioner.runtime.reductions import Pending, Reducer
 from partitioner.runtime.shards import Layout, Shapes, lay_out, local
 from partitioner.runtime.units import UnitBuffers, join
 
@@ -83,7 +83,8 @@ class UnitStore:
         self._axis = axis
         self._assign()
         self._take_over(device)
-        self._reducer = Reducer(self._layouts, rank, self.group)
+        self._scattering: list[Pending] = []
+        self._reducers: dict[int, Reducer] = {}  # batch -> its gradients; batches follow each other while backwards of one are owed
 
     # Whole parameters
 
@@ -132,27 +133,36 @@ class UnitStore:
 
     # Gradients
 
-    def accumulate(self, name: str, gradient: Tensor) -> None:
-        """Add a micro-batch's whole gradient. The first is kept, so it must own its storage; it is given up by the caller."""
+    def _gradients(self, batch: int) -> Reducer:
+        if batch not in self._reducers:
+            self._reducers[batch] = Reducer(self._layouts, self.rank, self.group, self._scattering)
+        return self._reducers[batch]
+
+    def accumulate(self, name: str, gradient: Tensor, batch: int = 0) -> None:
+        """Add a micro-batch's whole gradient. The first is kept, so it must own its storage; it is given up by the caller.
+
+        batch: tells gradients of several batches apart, here and below.
+        """
         name = self._known(name)
         if name not in self._unit_of:
             raise ProgramError(f"a gradient arrived for {name!r}, which is in no unit; the program belongs to another model")
-        self._reducer.accumulate(name, gradient)
+        self._gradients(batch).accumulate(name, gradient)
 
-    def reduce(self, unit: Unit, last: bool) -> None:
+    def reduce(self, unit: Unit, last: bool, batch: int = 0) -> None:
         """Issue the sum over the ranks of what the unit has accumulated. Units that reduce once a step (none, zero1) wait for `last`."""
         if last or unit.shard in ("zero2", "zero3"):
-            self._reducer.reduce(unit.number)
+            self._gradients(batch).reduce(unit.number)
 
-    def tie(self, unit: Unit) -> None:
+    def tie(self, unit: Unit, batch: int = 0) -> None:
         """Issue the sum of a unit's reduced gradient over the stages that hold it."""
         if self.pipe is None:
             raise ProgramError(f"TIE unit {unit.number} speaks to other stages, but this program runs without a pipeline")
-        self._reducer.tie(unit.number, self.pipe.tie(unit.stages), self.pipe.world.device)
+        self._gradients(batch).tie(unit.number, self.pipe.tie(unit.stages), self.pipe.world.device)
 
-    def finish(self) -> None:
+    def finish(self, batch: int = 0) -> None:
         """Await all reductions and add the results to `.grad`, which stays None where none came."""
-        for name, gradient in self._reducer.finish().items():
+        reducer = self._reducers.pop(batch, None)
+        for name, gradient in {} if reducer is None else reducer.finish().items():
             parameter = self._parameters[name]
             if isinstance(parameter, DTensor):
                 if parameter.grad is None:

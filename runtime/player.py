@@ -8,11 +8,13 @@ the executor uses.
     stash[(block, mb)]     saved values, in the order of Function.saved; None where the value is fetched again     given up by BACKWARD
     halfway[(block, mb)]   what BACKWARD_INPUT leaves to do                                                       given up by BACKWARD_WEIGHT
     tangents[(name, mb)]   gradients of values, summed as they come                                                given up by BACKWARD
-    sent[(name, stage)]    messages under way by micro-batch, awaited where the gradient comes back
+    sent[(name, stage)]    messages under way by number of the micro-batch, awaited where the gradient comes back
 
 A message is awaited where its value is first read. Whoever sends a value to another stage awaits it where the value's gradient comes back, and where
 one is sent that is as many micro-batches later as there are stages between; not so where stages have several runs of blocks, for there a stage
 may have to run on before the other one reads.
+
+A negative micro-batch counts from the batch's end: of an asynchronous program two players play the instructions, each those of its batch (steps.py).
 """
 
 from collections.abc import Sequence
@@ -29,6 +31,10 @@ class Message(Protocol):
     """A value on its way between stages. It holds what it sends or fills until it is awaited."""
 
     def wait(self) -> None: ...
+
+
+Sent = dict[tuple[str, int], dict[int, Message]]
+"""(value, other stage) -> by number of the micro-batch, what was sent and is not awaited yet."""
 
 
 class Machine(Protocol[V]):
@@ -60,6 +66,9 @@ class Machine(Protocol[V]):
     def tie(self, unit: Unit) -> None:
         """Sum the reduced gradient of a unit over the stages that hold it."""
 
+    def stash(self, unit: Unit, instruction: Instruction) -> None:
+        """STASH or UNSTASH: keep the parameters that `Program.stashed` names as they are now, or no longer."""
+
     def send(self, value: V, wire: Wire, gradient: bool, instruction: Instruction) -> Message: ...
 
     def receive(self, wire: Wire, gradient: bool, rows: int, instruction: Instruction) -> tuple[V, Message]: ...
@@ -73,15 +82,22 @@ class Machine(Protocol[V]):
     def output(self, ref: Ref, cut: Slice, placement: str, values: list[V]) -> Any:
         """No values of a ref to a value: another stage computes them."""
 
+    def rest(self) -> None:
+        """The step is over, but not this batch: give up what its owed backwards do not read."""
+
     def finish(self) -> None: ...
 
 
 class Player(Generic[V]):
-    """One run of a program: `play(program.instructions)`, for a forward program `arrive` and `play(program.after)`, then `finish`."""
+    """One run of a program: `play(program.instructions)`, for a forward program `arrive` and `play(program.after)`, then `finish`.
 
-    def __init__(self, program: Program, machine: Machine[V]) -> None:
+    Of one asynchronous step after the other: first, the number of this one's first micro-batch; sent, the messages under way of all of them.
+    """
+
+    def __init__(self, program: Program, machine: Machine[V], first: int = 0, sent: Sent | None = None) -> None:
         self.program = program
         self.machine = machine
+        self.first = first
         self.values: dict[tuple[str, int], V] = {}
         self.prologue: dict[str, V] = {}
         self.stash: dict[tuple[int, int], list[Any]] = {}
@@ -89,7 +105,7 @@ class Player(Generic[V]):
         self.tangents: dict[tuple[str, int], V] = {}
         self.likes: dict[tuple[str, int], Any] = {}
         self.outputs: list[Any] = []
-        self.sent: dict[tuple[str, int], dict[int, Message]] = {}
+        self.sent: Sent = {} if sent is None else sent
         self._coming: dict[tuple[str, int], Message] = {}
         self._returning: dict[tuple[str, int], list[tuple[V, Message, int]]] = {}
         self._accumulated: set[int] = set()
@@ -118,23 +134,28 @@ class Player(Generic[V]):
     def finish(self) -> None:
         """Give up whatever no instruction dropped, then let the machine await what is under way."""
         for messages in self.sent.values():
-            for message in messages.values():
-                message.wait()
-        self.sent.clear()
+            for number in range(self.first, self.first + len(self.program.rows)):
+                if message := messages.pop(number, None):
+                    message.wait()
         for held in (self.values, self.prologue, self.stash, self.halfway, self.tangents, self.likes):
             held.clear()
         self.machine.finish()
 
+    def rest(self) -> None:
+        """The step is over and backwards of this batch are left to the next: give up what they do not read."""
+        self.prologue = {name: value for name, value in self.prologue.items() if ("prologue", name) in self.program.owed_reads}
+        self.machine.rest()
+
     def _run(self, instruction: Instruction, last: bool) -> None:
         match instruction.op:
             case "FORWARD":
-                self._forward(_number(instruction.block), _number(instruction.mb), instruction.drops)
+                self._forward(_number(instruction.block), self._mb(instruction), instruction.drops)
             case "BACKWARD":
-                self._backward(_number(instruction.block), _number(instruction.mb), "whole")
+                self._backward(_number(instruction.block), self._mb(instruction), "whole")
             case "BACKWARD_INPUT":
-                self._backward(_number(instruction.block), _number(instruction.mb), "input")
+                self._backward(_number(instruction.block), self._mb(instruction), "input")
             case "BACKWARD_WEIGHT":
-                self._backward_weight(_number(instruction.block), _number(instruction.mb))
+                self._backward_weight(_number(instruction.block), self._mb(instruction))
             case "PROLOGUE":
                 self._prologue(_number(instruction.block))
             case "DROP":
@@ -153,10 +174,12 @@ class Player(Generic[V]):
                     self.machine.unit("REDUCE", self.program.unit_numbered[number], last)
             case "TIE":
                 self.machine.tie(self.program.unit_numbered[_number(instruction.unit)])
+            case "STASH" | "UNSTASH":
+                self.machine.stash(self.program.unit_numbered[_number(instruction.unit)], instruction)
             case "SEND" | "SEND_GRADIENT":
-                self._send(instruction, _number(instruction.mb))
+                self._send(instruction, self._mb(instruction))
             case "RECV" | "RECV_GRADIENT":
-                self._receive(instruction, _number(instruction.mb))
+                self._receive(instruction, self._mb(instruction))
             case "LOSS":
                 if self.program.loss is None:
                     raise ProgramError("LOSS in a program that names no loss value")
@@ -168,6 +191,11 @@ class Player(Generic[V]):
                 self._output()
             case _:
                 raise ProgramError(f"{instruction.op} is no instruction that a rank can play")
+
+    def _mb(self, instruction: Instruction) -> int:
+        """The micro-batch, counted from this batch's first."""
+        mb = _number(instruction.mb)
+        return mb + len(self.program.rows) if mb < 0 else mb
 
     def _read(self, ref: Ref, number: int, mb: int | None) -> Any:
         if ref.kind == "value" and mb is not None:
@@ -195,7 +223,7 @@ class Player(Generic[V]):
         if not gradient:
             self._arrived(name, mb)
         value = self.tangents.pop((name, mb)) if gradient else self.values[name, mb]
-        under_way[mb] = self.machine.send(value, self.program.wires[name], gradient, instruction)
+        under_way[self.first + mb] = self.machine.send(value, self.program.wires[name], gradient, instruction)
 
     def _receive(self, instruction: Instruction, mb: int) -> None:
         name, gradient = _name(instruction.value), instruction.op == "RECV_GRADIENT"
@@ -288,7 +316,7 @@ class Player(Generic[V]):
         """Add the gradients that other stages sent."""
         for gradient, message, stage in self._returning.pop((name, mb), ()):
             message.wait()
-            if sent := self.sent.get((name, stage), {}).pop(mb, None):
+            if sent := self.sent.get((name, stage), {}).pop(self.first + mb, None):
                 sent.wait()
             self._tangent(name, mb, gradient)
 

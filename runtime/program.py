@@ -15,13 +15,16 @@
     RECV value v4 mb 1 stage 0 on send bytes 64    receive it from the stage that computes it
     SEND_GRADIENT value v4 mb 1 stage 0 on send    send the gradient of a value back (and forget it); RECV_GRADIENT adds it to the others
     LOSS on reduce bytes 4                         sum the loss over micro-batches and ranks
+    STASH unit 3 on compute bytes 8192             copy parameters that backwards of this batch read in the next step, as they are now
+    UNSTASH unit 3 mb -1 on compute bytes 8192     forget the copy
     COMMIT on compute                              put the new buffer values in place, once a step
     OUTPUT on gather bytes 640                     gather the leaves of the output by their placements (forward programs)
 
 Communication is issued where its instruction stands and awaited by the first consumer: prefetch, buckets and overlap are the order of this list.
+A negative micro-batch is one of the batch before, in an asynchronous program (runtime/steps.py): -1 is its last.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from math import prod
@@ -35,8 +38,12 @@ Mode = Literal["step", "forward"]
 OPS = (
     *("REFRESH", "GATHER", "FREE", "PROLOGUE", "FORWARD", "DROP", "BACKWARD", "REDUCE", "TIE"),
     *("BACKWARD_INPUT", "BACKWARD_WEIGHT"),
-    *("SEND", "RECV", "SEND_GRADIENT", "RECV_GRADIENT", "LOSS", "COMMIT", "OUTPUT"),
+    *("SEND", "RECV", "SEND_GRADIENT", "RECV_GRADIENT", "LOSS", "COMMIT", "OUTPUT", "STASH", "UNSTASH"),
 )
+
+
+KEYS = ("key_local", "key_shared")
+"""Scalars that are random keys."""
 
 
 @dataclass(frozen=True)
@@ -53,6 +60,11 @@ class Instruction:
     bytes: int = 0
     drops: tuple[str, ...] = ()
     seconds: float = field(default=0.0, compare=False)
+
+    @property
+    def owed(self) -> bool:
+        """Whether it belongs to the batch before."""
+        return self.mb is not None and self.mb < 0
 
 
 @dataclass(frozen=True)
@@ -210,7 +222,8 @@ class Program:
     loss: the value that holds the (Partial) loss, in step mode. outputs: per leaf of the user's output, the ref and its cut;
     output_placements: "replicate", "shard" or "partial" per leaf. buffers: buffer name -> ref of its new value.
     calls and units: those of this stage. chunked: stages have several runs of blocks, between which others' come. wires: the values that cross
-    stages, and results; homes: result -> the stage that computes it.
+    stages, and results; homes: result -> the stage that computes it. asynchronous: each step leaves work to the next, see runtime/steps.py.
+    others_draw: whether some stage draws random numbers.
     """
 
     mode: Mode
@@ -243,6 +256,8 @@ class Program:
     chunked: bool = False
     wires: dict[str, Wire] = field(default_factory=dict)
     homes: dict[str, int] = field(default_factory=dict)
+    asynchronous: bool = False
+    others_draw: bool = False
 
     @property
     def place(self) -> str:
@@ -275,9 +290,26 @@ class Program:
         return self.mode == "step" or bool(self.after)
 
     @cached_property
+    def owed(self) -> tuple[Instruction, ...]:
+        """What a step leaves to the next: played alone, it empties the pipeline."""
+        return tuple(instruction for instruction in self.instructions if instruction.owed)
+
+    @cached_property
+    def owed_reads(self) -> frozenset[tuple[str, str]]:
+        """(kind, name) of what the backwards that are left to the next step read again."""
+        late = {instruction.block for instruction in self.owed if instruction.block is not None}
+        calls = [call for call in self.calls if call.number in late]
+        return frozenset((ref.kind, ref.name) for call in calls for ref in read_again(call, self.functions[call.function]))
+
+    @cached_property
+    def stashed(self) -> dict[int, tuple[str, ...]]:
+        """Unit -> its parameters that STASH copies."""
+        return stashed(self.calls, self.functions, self.units)
+
+    @cached_property
     def draws(self) -> bool:
-        """Whether any block draws random numbers by key."""
-        return any(ref.kind == "scalar" and ref.name in ("key_local", "key_shared") for call in self.calls for ref in call.reads)
+        """Whether any block of any stage draws random numbers by key: all share the seed then."""
+        return self.others_draw or any(ref.kind == "scalar" and ref.name in KEYS for call in self.calls for ref in call.reads)
 
     @cached_property
     def differentiable(self) -> frozenset[str]:
@@ -285,6 +317,27 @@ class Program:
         return frozenset(
             call.writes[index] for call in self.calls if self.functions[call.function].backward for index in self.functions[call.function].tangents
         )
+
+
+def read_again(call: Call, function: Function) -> list[Ref]:
+    """What the backward of a block fetches anew: parameters, buffers, inputs and the like, which are not kept for it."""
+    if function.backward is None:
+        return []
+    return [call.reads[index] for kind, index in function.saved if kind == "read" and call.reads[index].kind != "value"]
+
+
+def stashed(calls: Sequence[Call], functions: Mapping[str, Function], units: Sequence[Unit]) -> dict[int, tuple[str, ...]]:
+    """Unit -> its parameters that backwards of these blocks read again and that an optimizer may change meanwhile: those that get a gradient here or,
+    of several stages, there.
+    """
+    again: set[str] = set()
+    changing = {name for unit in units if len(unit.stages) > 1 for name in unit.parameters}
+    for call in calls:
+        function = functions[call.function]
+        again.update(ref.name for ref in read_again(call, function) if ref.kind == "parameter")
+        changing.update(call.reads[index].name for index in function.gradients if call.reads[index].kind == "parameter")
+    found = {unit.number: tuple(name for name in unit.parameters if name in again & changing) for unit in units}
+    return {number: names for number, names in found.items() if names}
 
 
 @dataclass(frozen=True)

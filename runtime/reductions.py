@@ -31,19 +31,23 @@ class Pending:
     handle: Handle
     key: str
     result: Tensor
+    results: dict[str, Tensor]
 
 
 class Reducer:
-    """Gradients of all units of one rank. Results are keyed by parameter, or by shared buffer."""
+    """Gradients of all units of one rank. Results are keyed by parameter, or by shared buffer.
 
-    def __init__(self, layouts: dict[int, Layout], rank: int, group: dist.ProcessGroup | None) -> None:
+    scattering: the reduce-scatters under way, which reducers of several batches have in common.
+    """
+
+    def __init__(self, layouts: dict[int, Layout], rank: int, group: dist.ProcessGroup | None, scattering: list[Pending] | None = None) -> None:
         self.layouts = layouts
         self.rank = rank
         self.group = group
         self.gradients: dict[str, Tensor] = {}
         self._results: dict[str, Tensor] = {}
         self._arrived: set[str] = set()
-        self._scattering: list[Pending] = []
+        self._scattering: list[Pending] = [] if scattering is None else scattering
         self._summing: list[Pending] = []
         self._tying: list[Handle] = []
 
@@ -125,13 +129,13 @@ class Reducer:
             if piece.name in arrived:
                 gradient = self.gradients.pop(piece.name)
                 if self.group is None:
-                    self._add(piece.name, gradient)
+                    _add(self._results, piece.name, gradient)
                 else:
-                    self._summing.append(Pending(all_reduce(gradient, self.group, text), piece.name, gradient))
+                    self._summing.append(Pending(all_reduce(gradient, self.group, text), piece.name, gradient, self._results))
         for index, shared in enumerate(layout.summed.shared):
             if self.group is not None and any(piece.name in arrived for piece in shared.pieces):
                 buffer = self._fill(shared, 1, shared.segment, _copy)
-                self._summing.append(Pending(all_reduce(buffer, self.group, text), _key(layout, False, index), buffer))
+                self._summing.append(Pending(all_reduce(buffer, self.group, text), _key(layout, False, index), buffer, self._results))
 
     def _scatter(self, layout: Layout, arrived: set[str], text: str) -> None:
         assert self.group is not None
@@ -141,13 +145,14 @@ class Reducer:
             if piece.name in arrived:
                 whole = _padded(self.gradients.pop(piece.name).view(-1), ranks * piece.size)
                 mine = whole.new_empty(piece.size)
-                self._scattering.append(Pending(reduce_scatter(mine, whole, self.group, text), piece.name, mine))
+                self._scattering.append(Pending(reduce_scatter(mine, whole, self.group, text), piece.name, mine, self._results))
                 del whole
         for index, shared in enumerate(layout.scattered.shared):
             if any(piece.name in arrived for piece in shared.pieces):
                 buffer = self._fill(shared, ranks, ranks * shared.segment, _cut)
                 mine = buffer.new_empty(shared.segment)
-                self._scattering.append(Pending(reduce_scatter(mine, buffer, self.group, text), _key(layout, True, index), mine))
+                handle = reduce_scatter(mine, buffer, self.group, text)
+                self._scattering.append(Pending(handle, _key(layout, True, index), mine, self._results))
                 del buffer
 
     def _fill(self, shared: Shared, ranks: int, elements: int, put: Callable[[Piece, Tensor, Tensor], object]) -> Tensor:
@@ -165,13 +170,14 @@ class Reducer:
         while pending:
             item = pending.pop(0)
             item.handle.wait()
-            self._add(item.key, item.result)
+            _add(item.results, item.key, item.result)
 
-    def _add(self, key: str, result: Tensor) -> None:
-        if key in self._results:
-            self._results[key].add_(result)
-        else:
-            self._results[key] = result
+
+def _add(results: dict[str, Tensor], key: str, result: Tensor) -> None:
+    if key in results:
+        results[key].add_(result)
+    else:
+        results[key] = result
 
 
 def _key(layout: Layout, scattered: bool, index: int) -> str:

@@ -11,11 +11,12 @@ from typing import Any, NamedTuple, Protocol
 from torch import Tensor
 
 from partitioner.errors import ProgramError
-from partitioner.runtime.clock import Asked, Times, Tracer, play, route_of
+from partitioner.runtime.clock import Asked, Line, Times, Tracer, play
 from partitioner.runtime.inputs import narrow_copies
 from partitioner.runtime.player import Player
 from partitioner.runtime.program import Function, Half, Instruction, Program, Ref, Replay, Slice, Unit, Wire
 from partitioner.runtime.replay import Compiled, Kind, Ledger, Storage, compile_replay
+from partitioner.runtime.steps import STEPS, Steps
 
 OPTIMIZER = "optimizer.step"
 """The name of the optimizer's step, which is no instruction, in events and memory."""
@@ -27,6 +28,9 @@ class Events(Protocol):
     def persistent(self) -> int: ...
 
     def events(self, op: str) -> Sequence[tuple[str, str, int]]: ...
+
+    def following(self) -> "Events":
+        """The same unit for the next batch of an asynchronous pipeline."""
 
 
 class Moment(NamedTuple):
@@ -80,20 +84,32 @@ def storage_bytes(tensors: Mapping[str, Tensor]) -> dict[str, int]:
 
 
 class StorageMachine(Tracer):
-    """The player's machine on storages. memory: (instruction, most bytes, bytes after, most by kind) line by line."""
+    """The player's machine on storages. memory: (instruction, most bytes, bytes after, most by kind) line by line.
 
-    def __init__(self, program: Program, bytes_of: Mapping[str, int], unit_bytes: Mapping[int, Events]) -> None:
-        super().__init__(program)
+    before: the machine of the batch before, of an asynchronous program: one rank's memory holds both.
+    """
+
+    def __init__(
+        self, program: Program, bytes_of: Mapping[str, int], unit_bytes: Mapping[int, Events], before: "StorageMachine | None" = None
+    ) -> None:
+        super().__init__(program, before)
         self.bytes_of = bytes_of
         self.unit_bytes = unit_bytes
         self.cuts = {cut.name: cut for cut in program.inputs}
-        self.ledger = Ledger()
-        self.memory: list[tuple[str, int, int, dict[Kind, int]]] = []
         self.total_loss: Storage | None = None
-        self._held: dict[str, Storage] = {}  # storages of units, by their keys
         self._pending: set[str] = set()
         self._reduced: list[int] = []
-        self._replays: dict[tuple[str, str, int], Compiled] = {}
+        self._mine: set[str] = set()  # keys of storages that are this batch's
+        self._stashed: dict[int, Storage] = {}
+        self._leaves: list[Storage] = []  # inputs of this batch, once the next one has come with its own
+        if before is None:
+            self.ledger = Ledger()
+            self.memory: list[tuple[str, int, int, dict[Kind, int]]] = []
+            self._held: dict[str, Storage] = {}  # storages of units, by their keys
+            self._replays: dict[tuple[str, str, int], Compiled] = {}
+        else:
+            self.ledger, self.memory, self._held, self._replays = before.ledger, before.memory, before._held, before._replays
+            before._another()
 
     def begin(self, instruction: Instruction) -> None:
         super().begin(instruction)
@@ -109,8 +125,8 @@ class StorageMachine(Tracer):
     def note(self, text: str) -> None:
         self.memory.append((text, self.ledger.recent, self.ledger.now, self.ledger.recent_held))
 
-    def moments(self, times: Times) -> tuple[Moment, ...]:
-        return tuple(Moment(text, most, after, issued, held) for (text, most, after, held), issued in zip(self.memory, times.issued, strict=True))
+    def moments(self, issued: Sequence[float]) -> tuple[Moment, ...]:
+        return tuple(Moment(text, most, after, seconds, held) for (text, most, after, held), seconds in zip(self.memory, issued, strict=True))
 
     # Memory
 
@@ -175,16 +191,24 @@ class StorageMachine(Tracer):
                 continue
             self._held[key] = given if given is not None and given.bytes == count else Storage(self.ledger, count)
             self._held[key].become("gathered parameters" if op == "GATHER" else "gradients")
+            self._mine.add(key)
 
     def tie(self, unit: Unit) -> None:
         self._unit_events(unit.number, "TIE")
 
+    def stash(self, unit: Unit, instruction: Instruction) -> None:
+        if instruction.op == "UNSTASH":
+            del self._stashed[unit.number]
+        else:
+            self._stashed[unit.number] = Storage(self.ledger, instruction.bytes)
+            self._stashed[unit.number].become("parameters")
+
     def send(self, value: Storage, wire: Wire, gradient: bool, instruction: Instruction) -> Asked:
-        return Asked(self, route_of(instruction, self.program.stage), value)
+        return Asked(self, self.route(instruction), value)
 
     def receive(self, wire: Wire, gradient: bool, rows: int, instruction: Instruction) -> tuple[Storage, Asked]:
         storage = Storage(self.ledger, wire.whole_bytes(rows) if gradient else wire.bytes(rows))
-        return storage, Asked(self, route_of(instruction, self.program.stage))
+        return storage, Asked(self, self.route(instruction))
 
     def loss(self, values: list[Storage]) -> None:
         self.total_loss = Storage(self.ledger, values[0].bytes if values else self.program.wires[self.program.loss or ""].whole_bytes(0))
@@ -207,9 +231,33 @@ class StorageMachine(Tracer):
             return Storage(self.ledger, gathered.bytes)
         return Storage(self.ledger, values[-1].bytes) if program.keeps or placement == "partial" else values[-1]
 
+    def rest(self) -> None: ...
+
     def finish(self) -> None:
+        super().finish()
         for number in dict.fromkeys(self._reduced):
             self._unit_events(number, "FINISH")
+        self._leaves.clear()
+
+    def zero_grad(self) -> None:
+        """The user drops the gradients of this batch, and its loss."""
+        for key in self._mine & self._held.keys():
+            del self._held[key]
+        self.total_loss = None
+
+    def optimizer(self, lasting: "Lasting") -> None:
+        """The optimizer's step, on the gradients that are in place."""
+        self.lines.append(Line("compute", OPTIMIZER, lasting.optimizer_seconds))
+        self.ledger.mark()
+        self.ledger.grow(lasting.optimizer_temporary_bytes, 0)
+        self.note(OPTIMIZER)
+
+    def _another(self) -> None:
+        """The next batch comes, in storages of its own: what owed backwards read of this one's inputs is held beside them."""
+        for kind, name in sorted(self.program.owed_reads):
+            if kind == "input":
+                self._leaves.append(Storage(self.ledger, self.bytes_of[name]))
+                self._leaves[-1].become("inputs, buffers and constants")
 
 
 def _keep(storages: Iterable[Any]) -> None:
@@ -247,14 +295,15 @@ def simulate_together(stages: Sequence[tuple[Program, Lasting]], *, overlap: boo
 
     share: how much of a core each has while all compute (see `clock.play`).
     """
-    machines = [_played(program, lasting) for program, lasting in stages]
+    machines = [(_played_on if program.asynchronous else _played)(program, lasting) for program, lasting in stages]
     return [
-        _timed(machine, lasting, times)
+        _steady(machine, times) if machine.program.asynchronous else _timed(machine, lasting, times)
         for machine, (_, lasting), times in zip(machines, stages, play([machine.lines for machine in machines], overlap, share), strict=True)
     ]
 
 
-def _played(program: Program, lasting: Lasting) -> StorageMachine:
+def _machine(program: Program, lasting: Lasting) -> StorageMachine:
+    """With what is held throughout."""
     machine = StorageMachine(program, lasting.bytes_of, lasting.unit_bytes)
     held: dict[Kind, int] = {
         "parameters": sum(unit.persistent() for unit in lasting.unit_bytes.values()),
@@ -263,6 +312,11 @@ def _played(program: Program, lasting: Lasting) -> StorageMachine:
     }
     machine.ledger.held.update(held)
     machine.ledger.grow(sum(held.values()), sum(held.values()))
+    return machine
+
+
+def _played(program: Program, lasting: Lasting) -> StorageMachine:
+    machine = _machine(program, lasting)
     player = Player[Storage](program, machine)
     player.play(program.instructions)
     if program.after:
@@ -277,8 +331,43 @@ def _played(program: Program, lasting: Lasting) -> StorageMachine:
     return machine
 
 
+def _played_on(program: Program, lasting: Lasting) -> StorageMachine:
+    """One asynchronous step after the other, the optimizer's behind each."""
+    machine = _machine(program, lasting)
+    before: StorageMachine | None = None
+    steps = Steps[Storage](program)
+    for step in range(STEPS):
+        if step:
+            before, units = machine, {number: unit.following() for number, unit in machine.unit_bytes.items()}
+            machine = StorageMachine(program, lasting.bytes_of, units, before)
+        machine.memory.clear()  # of the last step alone it is told
+        player = steps.player(machine)
+        steps.play(player)
+        machine.ended()
+        steps.end(player)
+        machine.note("FINISH")
+        machine.optimizer(lasting)
+        if before is not None:
+            before.zero_grad()
+    machine.lines.append(Line("compute", "", 0.0))  # so that the clock tells when the next step begins
+    return machine
+
+
+def _steady(machine: StorageMachine, times: Times) -> Simulation:
+    """The last of several steps, as every further one is, in seconds from its start."""
+    issued = times.issued[-1 - len(machine.memory) :]
+    start, end = issued[0], issued[-1]
+    memory = machine.moments([seconds - start for seconds in issued[:-1]])
+    events = tuple(
+        (stream, text, max(begun, start) - start, min(done, end) - start)
+        for stream, text, begun, done in times.events
+        if done > start and begun < end  # what a step issues for the next runs at the start of each
+    )
+    return Simulation(end - start, max(moment.peak_bytes for moment in memory), events, memory)
+
+
 def _timed(machine: StorageMachine, lasting: Lasting, times: Times) -> Simulation:
-    memory, end = machine.moments(times), times.end
+    memory, end = machine.moments(times.issued), times.end
     if machine.program.mode == "step":
         machine.ledger.mark()
         machine.ledger.grow(lasting.optimizer_temporary_bytes, 0)

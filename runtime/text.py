@@ -25,7 +25,7 @@ FIELDS: dict[str, tuple[frozenset[str], frozenset[str]]] = {
     "BACKWARD_INPUT": (frozenset({"block", "mb"}), frozenset({"bytes"})),
     "BACKWARD_WEIGHT": (frozenset({"block", "mb"}), frozenset({"bytes"})),
     "REDUCE": (frozenset({"unit"}), frozenset({"mb", "bytes"})),
-    "TIE": (frozenset({"unit"}), frozenset({"bytes"})),
+    "TIE": (frozenset({"unit"}), frozenset({"mb", "bytes"})),
     "SEND": (frozenset({"value", "mb", "stage"}), frozenset({"bytes"})),
     "RECV": (frozenset({"value", "mb", "stage"}), frozenset({"bytes"})),
     "SEND_GRADIENT": (frozenset({"value", "mb", "stage"}), frozenset({"bytes"})),
@@ -33,6 +33,8 @@ FIELDS: dict[str, tuple[frozenset[str], frozenset[str]]] = {
     "LOSS": (frozenset(), frozenset({"bytes"})),
     "COMMIT": (frozenset(), frozenset({"bytes"})),
     "OUTPUT": (frozenset(), frozenset({"bytes"})),
+    "STASH": (frozenset({"unit"}), frozenset({"bytes"})),
+    "UNSTASH": (frozenset({"unit", "mb"}), frozenset({"bytes"})),
 }
 """Per op: the fields it must have and those it may have."""
 
@@ -45,7 +47,7 @@ _LINE = re.compile(
     r"(?: unit (?P<unit>\d+))?"
     r"(?: values (?P<values>\S+(?: \S+)*?))?"
     r"(?: value (?P<value>\S+))?"
-    r"(?: mb (?P<mb>\d+))?"
+    r"(?: mb (?P<mb>-?\d+))?"
     r"(?: stage (?P<stage>\d+))?"
     r" on (?P<stream>[a-z]+)"
     r"(?: bytes (?P<bytes>\d+))?"
@@ -178,5 +180,6 @@ def digest(program: Program) -> str:
         program.outputs,
         program.output_placements,
         program.buffers,
+        program.asynchronous,
     ]
     return hashlib.sha256(repr(shared).encode()).hexdigest()

@@ -11,6 +11,7 @@ The results of a step, `.grad`, stay until someone drops them. Instances remembe
 """
 
 from collections.abc import Sequence
+from copy import copy
 from dataclasses import dataclass, field
 
 import torch
@@ -25,10 +26,11 @@ Event = tuple[str, str, int]
 
 @dataclass
 class Flight:
-    """Reductions under way, over all units: the storages that go when scatters, or sums, are awaited."""
+    """Reductions under way, over all units: the storages that go when scatters, or sums, are awaited. made: how many keys there are."""
 
     scatters: list[Event] = field(default_factory=list)
     sums: list[Event] = field(default_factory=list)
+    made: int = 0
 
     def land(self) -> list[Event]:
         """Await the scatters."""
@@ -53,13 +55,18 @@ class UnitBytes:
         self._gathered = False
         self._arrived: dict[str, str] = {}  # parameter -> key of its whole gradient
         self._results: set[str] = set()
-        self._count = 0
 
     @classmethod
     def of(cls, units: Sequence[Unit], shapes: Shapes, ranks: int, rank: int) -> "dict[int, UnitBytes]":
         """The bytes of all units of a program, which await each other's scatters."""
         flight = Flight()
         return {unit.number: cls(unit, shapes, ranks, rank, flight) for unit in units}
+
+    def following(self) -> "UnitBytes":
+        """The same unit for the next batch, which begins while this one's gradients are not complete; what persists is not counted again."""
+        other = copy(self)
+        other._arrived, other._results = {}, set()
+        return other
 
     def persistent(self) -> int:
         """Bytes between steps, without gradients and optimizer state."""
@@ -195,8 +202,8 @@ class UnitBytes:
         return sizes + [(f"shared {index}", _segment(shared)) for index, shared in enumerate(together.shared)]
 
     def _next(self) -> int:
-        self._count += 1
-        return self._count
+        self._flight.made += 1
+        return self._flight.made
 
 
 def _give_up(pieces: Sequence[Piece], keys: dict[str, str]) -> list[Event]:

@@ -286,16 +286,16 @@ class WholeStore:
         for name in unit.parameters:
             del self.gathered[name]
 
-    def accumulate(self, name: str, gradient: Tensor) -> None:
+    def accumulate(self, name: str, gradient: Tensor, batch: int = 0) -> None:
         if name in self.pending:
             self.pending[name].add_(gradient)
         else:
             self.pending[name] = gradient
 
-    def tie(self, unit: Unit) -> None:
+    def tie(self, unit: Unit, batch: int = 0) -> None:
         raise AssertionError("these programs have one stage")
 
-    def reduce(self, unit: Unit, last: bool) -> None:
+    def reduce(self, unit: Unit, last: bool, batch: int = 0) -> None:
         for name in unit.parameters:
             gradient = self.pending.pop(name)
             if name in self.results:
@@ -303,7 +303,7 @@ class WholeStore:
             else:
                 self.results[name] = gradient
 
-    def finish(self) -> None:
+    def finish(self, batch: int = 0) -> None:
         for name, gradient in self.results.items():
             parameter = self.parameters[name]
             parameter.grad = gradient if parameter.grad is None else parameter.grad + gradient
@@ -331,6 +331,9 @@ class WholeBytes:
     def __init__(self, unit: Unit) -> None:
         self.unit = unit
         self.results: set[str] = set()
+
+    def following(self) -> "WholeBytes":
+        raise AssertionError("these programs are synchronous")
 
     def persistent(self) -> int:
         return SQUARE * len(self.unit.parameters)
