@@ -87,6 +87,8 @@ def assemble(session: "Session", verdict: Verdict, alternatives: Alternatives) -
         mesh={"pp": session.stages, "dp": session.dp} if session.stages > 1 else {"dp": session.ranks},
         micro_batches=choice.micro_batches,
         schedule=choice.pipeline.schedule,
+        batch_statistics=session.batch_statistics,
+        batch_norms=len(prepared.placed.batch_norms),
         batch=plans.Batch(rows=prepared.total, leaves=leaves),
         classes={name: plans.ClassPlan(description=described[name], saved_sets=sets) for name, sets in classes.items()},
         blocks=tuple(blocks),
@@ -100,8 +102,7 @@ def assemble(session: "Session", verdict: Verdict, alternatives: Alternatives) -
         constraints=session.constraints.as_dict(),
     )
     functions = [prepared.function(block.cls, decision.saved) for block, decision in zip(prepared.blocks.blocks, choice.decisions, strict=True)]
-    if prepared.prologue is not None:
-        functions.append(prepared.prologue.function)
+    functions += [once.function for once in (prepared.prologue, prepared.epilogue) if once is not None]
     source = emit_source_file({function.name: function for function in functions}.values())
     made._lowered = Lowered(
         programs=tuple(t.program for t in verdict.trials),

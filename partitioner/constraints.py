@@ -12,6 +12,7 @@ from partitioner.wording import counted
 SCHEDULES = (*NAMES, *ASYNCHRONOUS)
 SHARDS = ("none", "zero1", "zero2", "zero3", "auto")
 CHECKPOINTS = ("none", "full", "auto")
+STATISTICS = ("global", "micro_batch")
 MOST = 1_000_000  # ranks or micro-batches
 
 
@@ -20,6 +21,8 @@ class Constraints:
     """What is pinned. None: the solver chooses; `dp` None: as many ranks as a stage has.
 
     `pp` None: stages where nothing fits without, for gradients cannot come back through the outputs of a pipeline; "auto": wherever they are quicker.
+    `batch_statistics`: what BatchNorm normalises by, the statistics of the global batch or those of each micro-batch; this changes the mathematics
+    and is never chosen.
     """
 
     pp: int | Literal["auto"] | None = None
@@ -28,6 +31,7 @@ class Constraints:
     micro_batches: int | None = None
     shard: Literal["none", "zero1", "zero2", "zero3", "auto"] = "auto"
     checkpoint: Literal["none", "full", "auto"] = "auto"
+    batch_statistics: Literal["global", "micro_batch"] = "global"
 
     @property
     def stages(self) -> int:
@@ -43,8 +47,9 @@ class Constraints:
             "micro_batches": self.micro_batches,
             "shard": self.shard,
             "checkpoint": self.checkpoint,
+            "batch_statistics": self.batch_statistics,
         }
-        return {key: value for key, value in given.items() if value not in (None, "auto")}
+        return {key: value for key, value in given.items() if value not in (None, "auto", "global")}
 
 
 def parse(given: Mapping[str, Any] | None, ranks: int) -> Constraints:
@@ -61,10 +66,10 @@ def parse(given: Mapping[str, Any] | None, ranks: int) -> Constraints:
         raise ConstraintError(
             f"constraints['tp'] is {degree}, but tensor parallelism is not available yet: the mesh has the axes pp and dp; leave tp out"
         )
-    known = {"pp", "dp", "schedule", "micro_batches", "shard", "checkpoint"}
+    known = {"pp", "dp", "schedule", "micro_batches", "shard", "checkpoint", "batch_statistics"}
     if unknown := sorted(map(str, wanted.keys() - known)):
         raise ConstraintError(f"unknown constraint {unknown[0]!r}; known are {', '.join(sorted(known))}")
-    for key, allowed in (("shard", SHARDS), ("checkpoint", CHECKPOINTS)):
+    for key, allowed in (("shard", SHARDS), ("checkpoint", CHECKPOINTS), ("batch_statistics", STATISTICS)):
         if key in wanted and wanted[key] not in allowed:
             raise ConstraintError(f"constraints[{key!r}] is {wanted[key]!r}; it may be {', '.join(allowed)}")
     if wanted.get("schedule") is not None and wanted["schedule"] not in SCHEDULES:

@@ -95,6 +95,7 @@ def _decisions(plan: Plan) -> dict[str, Any]:
         "batch": "not cut" if plan.batch.rows is None else counted(plan.batch.rows, "row"),
         "cut": ", ".join(f"{leaf.path} dim {leaf.dim}" for leaf in plan.batch.leaves if leaf.dim is not None),
         "micro-batches": plan.micro_batches,
+        "batch statistics": plan.batch_statistics,
         "asked for": ", ".join(f"{name}={value}" for name, value in plan.constraints.items()) or "nothing",
     }
 

@@ -24,7 +24,7 @@ Traffic = dict[str, tuple[int, int]]
 class Box:
     """One block, or `count` equal ones, number `first` to `last`.
 
-    `plan` is None for the prologue; ops, reads and traffic are empty where the plan came from a file.
+    `plan` is None for the prologue and the epilogue; ops, reads and traffic are empty where the plan came from a file.
     """
 
     label: str
@@ -116,6 +116,9 @@ def picture(plan: Plan, lowered: Lowered | None) -> Picture:
             members = [blocks[start + turn * period + step] for turn in range(times)]
             last = start + (times - 1) * period + step
             boxes.append(_box(plan, lowered, program, sent, start + step, last, members))
+    for call in [] if program is None else [call for call in program.calls if call.label == "epilogue"]:
+        box_of[call.number] = len(boxes)
+        boxes.append(Box("epilogue", call.number, call.number))
     chunks = _chunks(plan, box_of, stages)
     if program is None:
         return Picture(tuple(boxes), tuple(folds), (), chunks)
@@ -187,7 +190,7 @@ def _graph(program: Program, box_of: dict[int, int]) -> nx.MultiDiGraph:
     sizes = value_bytes(program)
     source = {name: box_of[call.number] for call in program.calls for name in call.writes}
     for call in program.calls:
-        for name in dict.fromkeys(ref.name for ref in call.reads if ref.kind in ("value", "prologue")):
+        for name in dict.fromkeys(ref.name for ref in call.reads if ref.kind in ("value", "prologue", "total")):
             graph.add_edge(source[name], box_of[call.number], key=name, bytes=sizes[name])
     return graph
 

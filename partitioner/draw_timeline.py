@@ -33,6 +33,7 @@ _KINDS = {
     "OUTPUT": "gathered parameters",
     "REDUCE": "gradients",
     "LOSS": "gradients",
+    "EPILOGUE": "inputs, buffers and constants",
     "COMMIT": "inputs, buffers and constants",
     OPTIMIZER: "optimizer state",
 }

@@ -4,6 +4,7 @@ from typing import Any
 
 from partitioner.plan import Alternative, Explanation, Plan
 from partitioner.quantities import format_bytes, format_seconds
+from partitioner.report import own_statistics
 from partitioner.stage_facts import stage_data, stage_facts, stage_lines
 from partitioner.wording import Text, counted, fitted, percent, wrapped
 
@@ -20,7 +21,8 @@ def explain(plan: Plan) -> Text:
     found = plan.explained
     cluster = plan.cluster
     size = f"{cluster.nodes}x{cluster.devices_per_node}" if cluster.nodes > 1 else str(cluster.devices_per_node)
-    lines = [f"why this plan: {plan.model} on {size} {cluster.name}, {plan.optimizer}, {format_bytes(plan.capacity_bytes)} a rank", ""]
+    lines = [f"why this plan: {plan.model} on {size} {cluster.name}, {plan.optimizer}, {format_bytes(plan.capacity_bytes)} a rank"]
+    lines += [*own_statistics(plan), ""]
     if found is None:
         lines += [*_rows([_chosen(plan)]), "", *_bound(plan), *stage_lines(plan, _STAGES, WIDTH)]
         lines += wrapped(

@@ -1,5 +1,6 @@
 """From decisions to one program per rank. Every rank runs the same functions; programs differ in rank, rows and starts alone."""
 
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -116,18 +117,17 @@ def lower(
         if port.kind == "parameter"
     )
     summed = {call.number: _summed(call, functions[call.function], unit_of, parameter_bytes, ranks) for call in calls}
-    prologue: list[Call] = []
-    if prepared.prologue is not None:
-        early = prepared.prologue
-        functions[early.function.name] = _function(early.function)
-        made[early.function.name] = early.function
-        prologue.append(Call(len(chain), early.function.name, "prologue", _refs(early.reads), early.writes))
-    loss, outputs, placements, buffers = _results(prepared)
+    once: dict[str, Call] = {}
+    for label, part in (("prologue", prepared.prologue), ("epilogue", prepared.epilogue)):
+        if part is not None:
+            functions[part.function.name], made[part.function.name] = _function(part.function), part.function
+            once[label] = Call(len(chain) + len(once), part.function.name, label, _refs(part.reads), part.writes)
+    loss, outputs, placements, buffers, totals = _results(prepared)
     results = {ref.name for ref in (*(ref for ref, _ in outputs), *(ref for _, ref in buffers)) if ref.kind == "value"}
-    results |= {loss} if loss else set()
+    results |= {loss, *totals} if loss else {*totals}
     wires = _wires(prepared) if pipeline.stages > 1 else {}
     most = _rows(prepared.total, 0, ranks, choice.micro_batches)[0]
-    drawing = any(ref.kind == "scalar" and ref.name in KEYS for call in calls + prologue for ref in call.reads)
+    drawing = any(ref.kind == "scalar" and ref.name in KEYS for call in (*calls, *once.values()) for ref in call.reads)
 
     def quicker(call: Call) -> bool:
         """Whether it takes longer to send what a block writes than what it reads, and to run it."""
@@ -181,14 +181,15 @@ def lower(
             stash={number: (size, accumulation(copying * size)) for number, size in sizes.items()},
         )
         ahead, after = arrange(order, backward=grad)
-        start = [Instruction("PROLOGUE", block=call.number) for call in prologue]
-        commit = [Instruction("COMMIT")] if buffers else []
+        start = [Instruction("PROLOGUE", block=once["prologue"].number)] if "prologue" in once else []
+        commit = [Instruction("EPILOGUE", block=once["epilogue"].number)] if "epilogue" in once else []
+        commit += [Instruction("COMMIT")] if buffers else []
         if mode == "step":
             ahead += [*after, Instruction("LOSS", stream="reduce", bytes=4), *commit]
             after = []
         else:
             ahead += [*commit, Instruction("OUTPUT", stream="gather")]
-        here = own + prologue
+        here = [*own, *once.values()]
         programs.append(
             Program(
                 mode=mode,
@@ -207,6 +208,7 @@ def lower(
                 whole_rows=whole_rows,
                 whole_start=whole_start,
                 share=1.0 / (ranks * choice.micro_batches),
+                parts=_parts(prepared.total, ranks, choice.micro_batches),
                 keyed=ranks * pipeline.stages > 1,
                 constants=dict(prepared.graph.constants),
                 literals=dict(prepared.graph.literals),
@@ -264,22 +266,38 @@ def _rows(total: int | None, rank: int, ranks: int, micro_batches: int) -> tuple
     return tuple(rows), tuple(starts), mine, first
 
 
-def _results(prepared: Prepared) -> tuple[str | None, tuple[tuple[Ref, Slice], ...], tuple[str, ...], tuple[tuple[str, Ref], ...]]:
+def _parts(total: int | None, ranks: int, micro_batches: int) -> tuple[float, ...]:
+    """By how much the rows of each micro-batch, on all ranks together, are fewer than those of the batch."""
+    if total is None:
+        return (1.0,) * micro_batches
+    rows = Counter(spread(total, ranks))
+    together = [sum(times * spread(mine, micro_batches)[mb] for mine, times in rows.items()) for mb in range(micro_batches)]
+    return tuple(total / count for count in together)
+
+
+def _results(
+    prepared: Prepared,
+) -> tuple[str | None, tuple[tuple[Ref, Slice], ...], tuple[str, ...], tuple[tuple[str, Ref], ...], tuple[str, ...]]:
+    """The value of the loss; the outputs and where they lie; the new buffers; the values whose totals the epilogue reads."""
     loss: str | None = None
     outputs: list[tuple[Ref, Slice]] = []
     placements: list[str] = []
     buffers: list[tuple[str, Ref]] = []
-    for described, port, where in zip(prepared.graph.outputs, prepared.blocks.results, prepared.placed.outputs, strict=True):
+    totals: list[str] = []
+    for described, port, where in zip(prepared.placed.graph.outputs, prepared.blocks.results, prepared.placed.outputs, strict=True):
         ref = Ref(str(port.kind), port.name)
         if described.kind == "loss":
             loss = port.name
         elif described.kind == "buffer":
             buffers.append((described.name, ref))
+        elif described.kind == "total":
+            totals.append(port.name)
         else:
             cut = Slice(described.name, where.dim, where.outer, where.inner) if isinstance(where, Cut) else Slice(described.name)
             outputs.append((ref, cut))
             placements.append("shard" if isinstance(where, Cut) else "partial" if isinstance(where, Partial) else "replicate")
-    return loss, tuple(outputs), tuple(placements), tuple(buffers)
+    buffers += [(name, Ref("epilogue", name)) for name in (prepared.epilogue.writes if prepared.epilogue else ())]
+    return loss, tuple(outputs), tuple(placements), tuple(buffers), tuple(totals)
 
 
 def _function(function: BlockFunction) -> Function:

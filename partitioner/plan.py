@@ -206,6 +206,8 @@ class Plan(_Part):
     mesh: dict[Literal["pp", "dp", "tp"], Annotated[int, Field(ge=1, le=1_000_000)]]
     micro_batches: Annotated[int, Field(ge=1, le=1_000_000)] = 1
     schedule: Schedule = "1f1b"
+    batch_statistics: Literal["global", "micro_batch"] = "global"
+    batch_norms: Count = 0  # modules that normalise by the statistics of the batch, or of a micro-batch
     batch: Batch
     classes: dict[Name, ClassPlan]
     blocks: Many[BlockPlan]

@@ -42,8 +42,8 @@ def slice_of(name: str, cut: Cut | None, value: Tensor) -> Slice:
 
 
 @dataclass(frozen=True)
-class Prologue:
-    """The block that runs once a step on this rank's whole share of the batch."""
+class Once:
+    """A block that runs once a step: the prologue, on this rank's whole share of the batch, or the epilogue, on what all micro-batches add up to."""
 
     function: BlockFunction
     reads: tuple[Port, ...]
@@ -58,7 +58,8 @@ class Prepared:
     placed: Placed
     batch: Batch | None
     blocks: Blocks
-    prologue: Prologue | None
+    prologue: Once | None
+    epilogue: Once | None
     total: int | None
     typical_rows: int
     keyed: bool
@@ -143,7 +144,7 @@ class Prepared:
 
     def price(self, function: BlockFunction, backward: bool, rows: int) -> float:
         """Seconds of a function's forward or backward on so many rows."""
-        if self.prologue is not None and function is self.prologue.function:
+        if any(once is not None and function is once.function for once in (self.prologue, self.epilogue)):
             return 0.0
         return self._price(function, "backward" if backward else "forward", self._graphs[function.name][backward], rows)
 
@@ -181,11 +182,21 @@ class Prepared:
 
 
 def prepare(
-    graph: Graph, *, batch_dim: Any, ranks: int, in_time: bool, keyed: bool, at_least: int = 1, homes: Homes | None = None, seconds: Seconds
+    graph: Graph,
+    *,
+    batch_dim: Any,
+    ranks: int,
+    in_time: bool,
+    keyed: bool,
+    own_statistics: bool = False,
+    at_least: int = 1,
+    homes: Homes | None = None,
+    seconds: Seconds,
 ) -> Prepared:
     """Place the captured graph over `ranks`, and over micro-batches when `in_time`, and cut it into blocks, `at_least` so many if it can be.
 
-    keyed: several ranks draw random numbers, by key. homes: the stages that hold a parameter, for blocks that follow them.
+    keyed: several ranks draw random numbers, by key. own_statistics: BatchNorm may normalise micro-batches by their own. homes: the stages that hold
+    a parameter, for blocks that follow them.
 
     Raises BatchError where `batch_dim` contradicts the graph.
     """
@@ -198,7 +209,7 @@ def prepare(
         tried: dict[tuple[int, ...], Placed] = {}
 
         def fit(candidate: Batch) -> Fit:
-            tried[candidate.atoms] = place(graph, dims, candidate, AXIS)
+            tried[candidate.atoms] = place(graph, dims, candidate, AXIS, own_statistics)
             return tried[candidate.atoms].fit
 
         if isinstance(batch_dim, Mapping):
@@ -207,18 +218,27 @@ def prepare(
             batch = infer(graph, dims, fit, batch_dim if isinstance(batch_dim, int) else None)
         if batch is not None and batch.total < ranks:
             batch = None  # fewer rows than ranks: every rank computes all of them and counts its share
-        placed = tried[batch.atoms] if batch is not None and batch.atoms in tried else place(graph, dims, batch, AXIS)
+        placed = tried[batch.atoms] if batch is not None and batch.atoms in tried else place(graph, dims, batch, AXIS, own_statistics)
     total = None if batch is None else batch.total
     rows = 1 if total is None else -(-total // ranks)
-    prologue = None if placed.prologue is None else _prologue(placed.prologue, rows)
-    return Prepared(graph, placed, batch, cut_blocks(placed.graph, at_least, homes), prologue, total, rows, keyed, seconds)
+    prologue = None if placed.prologue is None else _once(placed.prologue, rows, "prologue")
+    epilogue = None if placed.epilogue is None else _once(placed.epilogue, None, "epilogue")
+    return Prepared(graph, placed, batch, cut_blocks(placed.graph, at_least, homes), prologue, epilogue, total, rows, keyed, seconds)
 
 
 def most_micro_batches(prepared: Prepared, ranks: int) -> int:
-    """How many micro-batches are legal: 1 where an op mixes the rows of the batch or nothing can be cut, else the fewest rows of a rank."""
+    """How many micro-batches are legal: 1 where an op mixes the rows of the batch or nothing can be cut, else the fewest rows of a rank.
+
+    A micro-batch that BatchNorm normalises by its own statistics needs two values of a channel, as torch asks for.
+    """
     if prepared.placed.collectives or prepared.total is None:
         return 1
-    return prepared.total // ranks
+    return max(1, prepared.total // max(ranks, _rows_needed(prepared)))
+
+
+def _rows_needed(prepared: Prepared) -> int:
+    """The fewest rows that a micro-batch may have on all ranks together."""
+    return 2 if prepared.placed.statistics and 1 in prepared.placed.batch_norms.values() else 1
 
 
 def check_micro_batches(prepared: Prepared, ranks: int, micro_batches: int) -> None:
@@ -230,9 +250,18 @@ def check_micro_batches(prepared: Prepared, ranks: int, micro_batches: int) -> N
     if prepared.total is None:
         raise BatchError(f"{asked} no batch dim was found, or it has fewer rows than there are ranks, so it cannot be cut; use micro_batches=1")
     if prepared.placed.collectives:
+        norms = {f"all_reduce in {module or 'the loss'}" for module in prepared.placed.batch_norms}
+        found, *_ = [text for text in prepared.placed.collectives if text not in norms] or prepared.placed.collectives
+        own = ""
+        if found in norms and not prepared.placed.statistics:
+            own = ', or constraints={"batch_statistics": "micro_batch"} to let BatchNorm normalise each micro-batch by its own statistics'
         raise BatchError(
-            f"{asked} the model mixes the rows of the batch ({prepared.placed.collectives[0]}), so that parts of it cannot be computed in turn; "
-            "use micro_batches=1"
+            f"{asked} the model mixes the rows of the batch ({found}), so that parts of it cannot be computed in turn; use micro_batches=1{own}"
+        )
+    if prepared.total // ranks > most:
+        raise BatchError(
+            f"{asked} {prepared.total} rows leave a micro-batch with one, and BatchNorm needs two values of a channel for its statistics; "
+            f"use micro_batches={most} or fewer, or a larger batch"
         )
     raise BatchError(
         f"{asked} {prepared.total} rows on {ranks} ranks leave a rank with {prepared.total // ranks}; use micro_batches={most} or fewer, "
@@ -240,12 +269,12 @@ def check_micro_batches(prepared: Prepared, ranks: int, micro_batches: int) -> N
     )
 
 
-def _prologue(graph: Graph, rows: int) -> Prologue:
+def _once(graph: Graph, rows: int | None, name: str) -> Once:
     nodes = graph.placeholders
     for node, described in zip(nodes, graph.inputs, strict=True):
         node.meta["kind"] = described.kind
     ports = [Port(described.kind, described.name) for described in graph.inputs]
     scalars = {index: port.name for index, port in enumerate(ports) if port.kind == "scalar"}
-    cls = BlockClass("prologue", graph.module, (False,) * len(ports), (), scalars)
+    cls = BlockClass(name, graph.module, (False,) * len(ports), (), scalars)
     ahead, _ = split(differentiate(cls, rows), ())
-    return Prologue(emit(cls, ahead, None, "prologue"), tuple(ports), tuple(described.name for described in graph.outputs))
+    return Once(emit(cls, ahead, None, name), tuple(ports), tuple(described.name for described in graph.outputs))

@@ -30,7 +30,7 @@ def report(plan: Plan) -> str:
     """The plan as text."""
     stages = stage_lines(plan, _MAX_STAGES, WIDTH)
     between = [*stages, ""] if stages else []
-    blocks = _blocks(plan, _MAX_RUNS - len(between))
+    blocks = _blocks(plan, _MAX_RUNS - len(between) - len(own_statistics(plan)))
     lines = [*_headline(plan), "", *between, *blocks, "", *_memory(plan), "", *_time(plan), *_replicated(plan), *_constraints(plan)]
     return "\n".join(fitted(line, WIDTH) for line in lines)
 
@@ -47,9 +47,9 @@ def _headline(plan: Plan) -> list[str]:
         about.append("cut: " + listed(cuts, 3))
     if whole and cuts:
         about.append("whole: " + listed(whole, 2))
-    alone = []
+    alone = own_statistics(plan)
     if _shares_nothing(plan):
-        alone = [
+        alone += [
             f"THE BATCH IS NOT SHARED OUT: no dim with a row for each of {plan.mesh['dp']} ranks was found, so every rank computes all of it,",
             "no faster than one device; give a batch of more rows, say batch_dim, or take fewer ranks",
         ]
@@ -57,6 +57,16 @@ def _headline(plan: Plan) -> list[str]:
         f"{plan.model} on {counted(plan.ranks, 'rank')} ({mesh}) of {size} {cluster.name}, {plan.optimizer}, {plan.precision}",
         "   ".join(about),
         *alone,
+    ]
+
+
+def own_statistics(plan: Plan) -> list[str]:
+    """Lines that say so where, as asked for, the mathematics is not that of one device."""
+    if plan.batch_statistics == "global" or plan.micro_batches == 1 or not plan.batch_norms:
+        return []
+    return [
+        f"NOT THE MATHEMATICS OF ONE DEVICE, AS ASKED: {counted(plan.batch_norms, 'BatchNorm')} normalise by each micro-batch's",
+        "own statistics (batch_statistics=micro_batch); running statistics move once a step, by the whole batch's",
     ]
 
 

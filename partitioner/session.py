@@ -54,10 +54,20 @@ _STAGES = (1, 2, 4, 8)  # what is tried where the user does not say
 _MOST_STAGES = 64  # and where the quickest is sought
 
 
-def _prepared(graph: Graph, batch_dim: Any, prices: Prices, ranks: int, in_time: bool, chunks: int = 1, homes: Homes | None = None) -> Prepared:
-    seconds = replace(prices, ranks=ranks).op
-    keyed = ranks * chunks > 1
-    return prepare(graph, batch_dim=batch_dim, ranks=ranks, in_time=in_time, keyed=keyed, at_least=chunks, homes=homes, seconds=seconds)
+def _prepared(
+    graph: Graph, batch_dim: Any, prices: Prices, own_statistics: bool, ranks: int, in_time: bool, chunks: int = 1, homes: Homes | None = None
+) -> Prepared:
+    return prepare(
+        graph,
+        batch_dim=batch_dim,
+        ranks=ranks,
+        in_time=in_time,
+        keyed=ranks * chunks > 1,
+        own_statistics=own_statistics,
+        at_least=chunks,
+        homes=homes,
+        seconds=replace(prices, ranks=ranks).op,
+    )
 
 
 def _dim(number: int | None) -> str:
@@ -117,6 +127,7 @@ class Session:
         self.cluster, self.ranks = cluster, cluster.devices
         self.constraints = parse(constraints, self.ranks)
         self.stages = self.constraints.stages
+        self.batch_statistics = self.constraints.batch_statistics
         self.chunks = chunks_of(self.constraints.schedule or "1f1b", self.stages)
         self.memory_bytes = None if memory is None else parse_bytes(memory)
         if self.memory_bytes is not None and self.memory_bytes > cluster.memory_bytes:
@@ -226,7 +237,8 @@ class Session:
             if planned is not None and stages > 1:
                 held = self._made().pipeline.homes(planned.blocks.blocks)
                 homes = {name: held.get(name, (0,)) for name in self.shapes}
-            self._prepared[key] = _prepared(self._graph(request), self.batch_dim, self._prices, dp, in_time, chunks, homes)
+            graph, own = self._graph(request), self.batch_statistics == "micro_batch"
+            self._prepared[key] = _prepared(graph, self.batch_dim, self._prices, own, dp, in_time, chunks, homes)
         return self._prepared[key]
 
     # --- planning ----------------------------------------------------------------------------------------------
@@ -237,6 +249,7 @@ class Session:
         if given is not None:
             check_belongs(given, self)
             self.stages, self.chunks = given.stages, chunks_of(given.schedule, given.stages)
+            self.batch_statistics = given.batch_statistics
         request = Request("step", self.model.training, self.leaves, True)
         tell("capturing the model")
         graph = self._graph(request)
@@ -262,7 +275,8 @@ class Session:
         for block, decision, point in zip(verdict.prepared.blocks.blocks, verdict.choice.decisions, verdict.points, strict=True):
             most = verdict.prepared.frontier(block.cls, FRONTIER_POINTS)[-1].saved_bytes
             self._planned.setdefault(block.label, (decision, point.saved_bytes / most if most else 1.0))
-        prepared = partial(_prepared, graph, self.batch_dim, self._prices)  # holds neither the session nor the model
+        own = self.batch_statistics == "micro_batch"
+        prepared = partial(_prepared, graph, self.batch_dim, self._prices, own)  # holds neither the session nor the model
         return assemble(self, verdict, Alternatives(replace(task, prepared=lambda _: verdict.prepared), verdict, prepared))
 
     def _task(self, request: Request, stages: int, fixed: Mapping[str, int]) -> Task:

@@ -22,8 +22,9 @@ class BlockClass:
 
     `module`'s placeholders are the reads in order and its output is the flat tuple of the writes. `wants[i]` tells whether read i
     gets a gradient, `tangents` lists the indices of the writes through which a gradient comes back. `scalars` maps the index of a read
-    of kind "scalar" to its name (rows, start, key_local, key_shared, share). Tensor placeholders carry meta "val" (at the global shape), "cut" (dim,
-    outer, inner; absent: not cut over the batch) and "kind" (of the port). A class that reads a cut tensor always reads the scalar `rows` too.
+    of kind "scalar" to its name (rows, start, key_local, key_shared, share, part). Tensor placeholders carry meta "val" (at the global shape),
+    "cut" (dim, outer, inner; absent: not cut over the batch) and "kind" (of the port). A class that reads a cut tensor always reads the scalar
+    `rows` too.
     """
 
     name: str

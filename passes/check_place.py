@@ -1,8 +1,8 @@
 """A verifier of placed graphs: every op's placements are derived again from its named dims, without looking at how they were chosen.
 
-    inputs        where Placed.cuts says; parameters, buffers, constants and prologue values whole
+    inputs        where Placed.cuts says; parameters, buffers, constants, prologue values and totals whole
     collectives   all_reduce Partial -> Replicate · all_gather Cut -> Replicate · shard Replicate -> Cut · share Replicate -> Partial,
-                  with the dim, the sizes and the rows of that cut
+                  with the dim, the sizes and the rows of that cut; own_mean and addend, with the scalar part, Replicate -> Replicate
     any other op  all whole -> whole, or cut where the op itself makes the rows
                   Partial in arguments in which it is linear, no cut -> Partial
                   one label cut, in every argument that has it, and not whole -> cut where results have it, Partial where they do not
@@ -37,6 +37,8 @@ def check_placed(placed: Placed) -> None:
     if placed.prologue is not None:
         cuts = tuple(node.meta.get("cut") for node in placed.prologue.placeholders)
         _Check(placed.prologue, cuts, (REPLICATE,) * len(placed.prologue.outputs)).run()
+    if placed.epilogue is not None:
+        _Check(placed.epilogue, (None,) * len(placed.epilogue.inputs), (REPLICATE,) * len(placed.epilogue.outputs)).run()
     _Check(placed.graph, placed.cuts, placed.outputs).run()
 
 
@@ -127,6 +129,8 @@ class _Check:
             right = now == REPLICATE and place == Cut(*args[1:4]) and args[4:] == (self.scalars["start"], self.scalars["rows"])  # type: ignore[arg-type]
         elif node.target is _ops.share.default:
             right = now == REPLICATE and place == PARTIAL and args[1] is self.scalars["share"]
+        elif node.target in (_ops.own_mean.default, _ops.addend.default):
+            right = now == REPLICATE and place == REPLICATE and args[1] is self.scalars["part"]
         else:
             right = False
         if not right:

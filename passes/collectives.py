@@ -9,6 +9,11 @@ Gradient placements follow from forward placements, everywhere, without exceptio
     shard       Replicate -> Shard     backward: zero-pad        (gradient Shard -> Partial, no communication)
     share       Replicate -> Partial   backward: times share     (gradient Replicate -> Partial, no communication)
 
+Two ops more, for statistics of a micro-batch (`defer.py`); a sum over the batch is divided by the count of the whole batch everywhere:
+
+    own_mean    what the micro-batch gives to a mean over the batch -> its own mean: times `part`, by which its rows are fewer than the batch's
+    addend      the mean of a micro-batch -> what it adds to the mean over the batch: divided by `part`; the epilogue sees the sum over micro-batches
+
 A cut dim is described by (dim, outer, inner): its global size is outer * total * inner, its local size outer * rows * inner, where `total`
 counts the rows of the global batch and `rows` those of this rank and micro-batch, spread as evenly as possible.
 `bind` tells which process group an axis name means; unbound axes have one rank and every collective is the identity.
@@ -196,6 +201,34 @@ share.register_autograd(
     lambda ctx, grad: (torch.ops.partitioner.share(grad, ctx.share), None),
     setup_context=lambda ctx, inputs, output: setattr(ctx, "share", inputs[1]),
 )
+
+
+@torch.library.custom_op("partitioner::own_mean", mutates_args=())
+def own_mean(x: Tensor, part: float) -> Tensor:
+    """The mean over a micro-batch of all ranks, from its sum divided by the count of the whole batch."""
+    return x * part
+
+
+@own_mean.register_fake
+def _(x: Tensor, part: float) -> Tensor:
+    return torch.empty_like(x)
+
+
+own_mean.register_autograd(
+    lambda ctx, grad: (own_mean(grad, ctx.part), None),
+    setup_context=lambda ctx, inputs, output: setattr(ctx, "part", inputs[1]),
+)
+
+
+@torch.library.custom_op("partitioner::addend", mutates_args=())
+def addend(x: Tensor, part: float) -> Tensor:
+    """What the mean over a micro-batch adds to the mean over the whole batch. No gradient passes."""
+    return x / part
+
+
+@addend.register_fake
+def _(x: Tensor, part: float) -> Tensor:
+    return torch.empty_like(x)
 
 
 @cache

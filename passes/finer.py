@@ -9,8 +9,10 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 from partitioner.passes.rules import decomposition, tensor_arguments
 
 
-def finer(node: fx.Node) -> fx.Graph | None:
+def finer(node: fx.Node, own_statistics: bool = False) -> fx.Graph | None:
     """The op as a graph whose placeholders are its tensor arguments in order; None where it has no finer form.
+
+    own_statistics: it is a BatchNorm by the statistics of a micro-batch; then a last placeholder stands for the scalar `part`.
 
     The decompositions read no sizes of their tensors, so they are recorded from proxies and each op then runs once on the fake values.
     """
@@ -28,6 +30,10 @@ def finer(node: fx.Node) -> fx.Graph | None:
             placeholder.meta["val"] = next(values).meta["val"]
             leaves[at] = fx.Proxy(placeholder, tracer)
     args, kwargs = tree_unflatten(leaves, spec)
+    if own_statistics:
+        part = graph.placeholder("part")
+        part.meta["val"] = 1.0
+        kwargs = {**kwargs, "part": fx.Proxy(part, tracer)}
     result = function(*args, **kwargs)
     graph.output(fx.node.map_aggregate(result, lambda proxy: proxy.node if isinstance(proxy, fx.Proxy) else proxy))
     with torch.no_grad():

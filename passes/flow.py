@@ -85,7 +85,7 @@ def numbers(graph: Graph) -> dict[fx.Node, Any]:
         if cut is not None and isinstance(node.meta.get("val"), Tensor):
             total = int(node.meta["val"].shape[cut.dim]) // max(cut.outer * cut.inner, 1)
             break
-    known: dict[str, Any] = {"rows": total, "start": 0, "share": 1.0}
+    known: dict[str, Any] = {"rows": total, "start": 0, "share": 1.0, "part": 1.0}
     found: dict[fx.Node, Any] = {}
     for node, described in zip(graph.placeholders, graph.inputs, strict=True):
         if described.kind == "scalar":

@@ -19,8 +19,8 @@ from torch.utils._pytree import TreeSpec
 
 from partitioner.errors import CaptureError
 
-InputKind = Literal["parameter", "buffer", "constant", "input", "prologue", "scalar"]
-OutputKind = Literal["loss", "output", "buffer", "prologue"]
+InputKind = Literal["parameter", "buffer", "constant", "input", "prologue", "total", "scalar"]
+OutputKind = Literal["loss", "output", "buffer", "prologue", "total"]
 
 
 def module_of(graph: fx.Graph) -> fx.GraphModule:
@@ -32,8 +32,8 @@ def module_of(graph: fx.Graph) -> fx.GraphModule:
 class Input:
     """What one placeholder is. `name` is the user's own: a dotted parameter name, or a path such as `kwargs['input_ids']`.
 
-    kind "scalar" is an integer or float that each rank and micro-batch fills in: rows, start, key_local, key_shared, share.
-    kind "prologue" is a value that the prologue graph computed over the whole batch.
+    kind "scalar" is an integer or float that each rank and micro-batch fills in: rows, start, key_local, key_shared, share, part.
+    kind "prologue" is a value that the prologue graph computed over the whole batch, "total" the sum over micro-batches of a value of the main graph.
     """
 
     kind: InputKind
@@ -43,7 +43,8 @@ class Input:
 
 @dataclass(frozen=True)
 class Output:
-    """What one output is: the loss, a leaf of the user's output (by path), the new value of a buffer (by dotted name)."""
+    """What one output is: the loss, a leaf of the user's output (by path), the new value of a buffer (by dotted name), what
+    the prologue computes, or what the epilogue reads in total."""
 
     kind: OutputKind
     name: str = ""

@@ -7,14 +7,14 @@ from dataclasses import replace
 
 from torch import fx
 
-from partitioner.passes.collectives import collective_ops
+from partitioner.passes.collectives import collective_ops, own_mean
 from partitioner.passes.dims import Cut
 from partitioner.passes.functional import sweep
 from partitioner.passes.graph import Graph, Input, Output, module_of
 from partitioner.passes.placement import REPLICATE
 from partitioner.passes.randomness import random
 
-_DRAW = random._opoverload
+_DRAW, _OWN = random._opoverload, own_mean._opoverload
 Cuts = list[Cut | None]
 
 
@@ -53,7 +53,7 @@ def hoist(graph: Graph, cuts: Cuts) -> tuple[Graph | None, Graph, Cuts]:
 
 
 def _of_inputs_alone(graph: Graph, described: dict[fx.Node, Input]) -> list[fx.Node]:
-    """Collectives of values that depend on nothing but inputs."""
+    """Collectives of values that depend on nothing but inputs; not those of a micro-batch's own statistics."""
     alone: set[fx.Node] = set()
     for node in graph.module.graph.nodes:
         if node.op == "placeholder":
@@ -61,7 +61,8 @@ def _of_inputs_alone(graph: Graph, described: dict[fx.Node, Input]) -> list[fx.N
                 alone.add(node)
         elif node.op == "call_function" and node.target is not _DRAW and alone.issuperset(node.all_input_nodes):
             alone.add(node)
-    return [n for n in graph.module.graph.nodes if n in alone and n.target in collective_ops()]
+    own = {n.args[0] for n in graph.module.graph.nodes if n.target is _OWN}
+    return [n for n in graph.module.graph.nodes if n in alone and n.target in collective_ops() and n not in own]
 
 
 def _scalar(given: Input, *names: str) -> bool:

@@ -10,7 +10,7 @@ from torch import Tensor, fx
 
 from partitioner.errors import CaptureError
 
-_CROSSING = ("value", "input", "prologue")
+_CROSSING = ("value", "input", "prologue", "total")
 
 
 def is_expanded(val: Tensor) -> bool:

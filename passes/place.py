@@ -12,7 +12,8 @@ A Partial passes through ops that are linear in it and is summed (`all_reduce`) 
 collectives.py fixes the gradient placement by the forward one.
 
 A sum over the batch that depends on inputs alone (the count of valid tokens) is hoisted into a *prologue* graph over the whole batch, so that
-micro-batches, which cut the batch in time, see it as a constant. Micro-batches are legal where no other collective remains.
+micro-batches, which cut the batch in time, see it as a constant. Where BatchNorm may take the statistics of a micro-batch, what moves its running
+statistics goes to an *epilogue* graph (defer.py). Micro-batches are legal where no other collective remains.
 """
 
 import operator
@@ -26,14 +27,14 @@ from torch.fx.node import map_arg
 from partitioner.errors import BatchError
 from partitioner.passes.batch import Batch
 from partitioner.passes.check_place import check_placed
-from partitioner.passes.collectives import collective_ops
+from partitioner.passes.defer import defer
 from partitioner.passes.dims import Cut, Dims
 from partitioner.passes.finer import finer
 from partitioner.passes.functional import sweep
 from partitioner.passes.graph import Graph, Input, module_of
 from partitioner.passes.hoist import hoist
 from partitioner.passes.placement import PARTIAL, REPLICATE, SCALARS, Fallback, Placed, Places, Where, carried, locate, unplaced
-from partitioner.passes.rules import DIMS, describe, localise, tensor_arguments
+from partitioner.passes.rules import DIMS, describe, localise, normalises_by_batch, tensor_arguments
 from partitioner.passes.rules.describe import OpDims
 from partitioner.passes.work import whole_share
 
@@ -42,9 +43,12 @@ __all__ = ["Fallback", "Placed", "Where", "place", "unplaced"]
 _ops = torch.ops.partitioner
 
 
-def place(graph: Graph, dims: Dims, batch: Batch | None, axis: str) -> Placed:
-    """Cut `batch` over `axis` (None: every rank computes the whole batch and takes its share of the loss)."""
-    return _Placer(graph, dims, batch, axis).run()
+def place(graph: Graph, dims: Dims, batch: Batch | None, axis: str, own_statistics: bool = False) -> Placed:
+    """Cut `batch` over `axis` (None: every rank computes the whole batch and takes its share of the loss).
+
+    own_statistics: BatchNorm normalises every micro-batch by its own statistics, over all ranks, and running ones move once, after all (`defer.py`).
+    """
+    return _Placer(graph, dims, batch, axis, own_statistics).run()
 
 
 def _is_tensor(node: fx.Node) -> bool:
@@ -56,8 +60,8 @@ _Known = tuple[int, tuple[Where, ...]]
 
 
 class _Placer:
-    def __init__(self, graph: Graph, dims: Dims, batch: Batch | None, axis: str) -> None:
-        self.graph, self.dims, self.batch, self.axis = graph, dims, batch, axis
+    def __init__(self, graph: Graph, dims: Dims, batch: Batch | None, axis: str, own_statistics: bool) -> None:
+        self.graph, self.dims, self.batch, self.axis, self.own_statistics = graph, dims, batch, axis, own_statistics
         self.new = fx.Graph()
         self.env: dict[fx.Node, fx.Node] = {}  # old value -> new node
         self.where: dict[fx.Node, Places] = {}  # new node -> placement
@@ -68,6 +72,7 @@ class _Placer:
         self.decided: dict[_Known, tuple[list[Where] | None, Places]] = {}  # placements wanted where they are others than those given, those made
         self.local: dict[_Known, tuple[dict[int, Any], dict[str, Any]]] = {}  # arguments and keywords that are local sizes
         self.fallbacks: list[Fallback] = []
+        self.batch_norms: dict[str, int] = {}  # module -> values of a channel in a row of the batch
         self.at: fx.Node | None = None  # the old node being placed: gives new nodes their module and source
 
     # --- the walk ----------------------------------------------------------------------------------------------
@@ -106,13 +111,19 @@ class _Placer:
         main = graph.with_module(module_of(self.new), inputs=tuple(inputs))
         whole = whole_share(main)
         prologue, main, cuts = hoist(main, cuts)
-        collective = {id(op) for op in collective_ops()}
-        remaining = tuple(
-            f"{str(n.target).removeprefix('partitioner.').removesuffix('.default')} in {n.meta.get('module') or 'the loss'}"
-            for n in main.module.graph.nodes
-            if id(n.target) in collective
+        main, deferred = defer(main.check())
+        placed = Placed(
+            graph=main,
+            prologue=prologue,
+            epilogue=deferred.epilogue,
+            cuts=tuple(cuts),
+            outputs=(*(w for w, kept in zip(where, deferred.kept, strict=True) if kept), *[REPLICATE] * len(deferred.totals)),
+            fallbacks=tuple(self.fallbacks),
+            collectives=deferred.mixing,
+            statistics=deferred.statistics,
+            batch_norms=self.batch_norms,
+            whole=whole,
         )
-        placed = Placed(main.check(), prologue, tuple(cuts), tuple(where), tuple(self.fallbacks), remaining, whole)
         check_placed(placed)
         return placed
 
@@ -125,7 +136,9 @@ class _Placer:
             elif described.kind == "loss" and isinstance(self._of(new), Cut):
                 raise BatchError(f"the loss has shape {tuple(node.meta['val'].shape)}; it must be a scalar: reduce it over the batch")
             elif described.kind == "buffer":
+                self.at = node
                 new = self._to(new, REPLICATE)
+                self.at = None
             results.append(new)
             where.append(self._of(new))
         return results, where
@@ -164,7 +177,10 @@ class _Placer:
         if found is None:
             return self._replicated(node, arguments, read, "the batch is merged with other dims in a way that the op cannot keep apart")
         if found[0] in rule.whole:
-            if (inside := finer(node)) is not None:
+            by_batch = normalises_by_batch(node)
+            if (inside := finer(node, by_batch and self.own_statistics)) is not None:
+                if by_batch and self.batch is not None:
+                    self._note_norm(node, self.batch.total)
                 return self._decomposed(node, arguments, inside)
             return self._replicated(node, arguments, read, "it mixes the rows of the batch")
         wanted = [
@@ -214,9 +230,14 @@ class _Placer:
         self.fallbacks.append(Fallback(str(node.target), at.meta.get("module") or "", at.meta.get("source") or "", why))
         return self._emit(node, self._all_to(arguments, [REPLICATE] * len(read), read), REPLICATE)
 
+    def _note_norm(self, node: fx.Node, total: int) -> None:
+        value, module = tensor_arguments(node)[0].meta["val"], (self.at or node).meta.get("module") or ""
+        self.batch_norms[module] = value.numel() // value.shape[1] // total
+
     def _decomposed(self, node: fx.Node, arguments: list[fx.Node], inside: fx.Graph) -> fx.Node:
         """Place each of the finer ops."""
-        local = dict(zip((n for n in inside.nodes if n.op == "placeholder"), arguments, strict=True))
+        holes = [n for n in inside.nodes if n.op == "placeholder"]
+        local = dict(zip(holes, [*arguments, self.scalars["part"]][: len(holes)], strict=True))
         outer_env, self.env = self.env, local
         try:
             for inner in inside.nodes:

@@ -13,7 +13,7 @@ from partitioner.passes.rules.describe import Dim
 Where = Placement | Cut  # Replicate(), Partial(), or where the batch is cut
 Places = Where | tuple[Where, ...]  # a multi-output op has one for each result
 REPLICATE, PARTIAL = Replicate(), Partial()
-SCALARS = ("rows", "start", "key_local", "key_shared", "share")
+SCALARS = ("rows", "start", "key_local", "key_shared", "share", "part")
 
 
 @dataclass(frozen=True)
@@ -32,28 +32,33 @@ class Placed:
 
     Every node that holds tensors has meta["placement"], and meta["cut"] where that is a Cut; meta["val"] keeps the global shape.
     `prologue` runs once on this rank's whole share of the batch; its outputs are inputs of kind "prologue" of `graph`.
-    `collectives` counts those left in `graph`: with any, the batch cannot be cut in time.
+    `epilogue` runs once after all micro-batches; its inputs of kind "total" are sums over them of outputs of `graph`.
+    `collectives` names those left in `graph`: with any, the batch cannot be cut in time; `statistics` those that make statistics of a micro-batch.
+    `batch_norms`: module with a BatchNorm that takes the statistics of the batch -> values of a channel in a row.
     `whole` is the share of the work on inputs (FLOPs and elements written) that every rank does whole.
     """
 
     graph: Graph
     prologue: Graph | None
+    epilogue: Graph | None
     cuts: tuple[Cut | None, ...]
     outputs: tuple[Where, ...]
     fallbacks: tuple[Fallback, ...]
     collectives: tuple[str, ...]
+    statistics: tuple[str, ...]
+    batch_norms: dict[str, int]
     whole: float
 
     @property
     def fit(self) -> Fit:
         """How the cut fits the model (see batch.infer)."""
-        return Fit(self.whole, len(self.collectives) + len(self.fallbacks))
+        return Fit(self.whole, len(self.collectives) + len(self.statistics) + len(self.fallbacks))
 
 
 def unplaced(graph: Graph) -> Placed:
     """One rank, one micro-batch: nothing is cut."""
     whole: tuple[Cut | None, ...] = (None,) * len(graph.inputs)
-    return Placed(graph, None, whole, (REPLICATE,) * len(graph.outputs), (), (), 1.0)
+    return Placed(graph, None, None, whole, (REPLICATE,) * len(graph.outputs), (), (), (), {}, 1.0)
 
 
 def locate(cut: Cut, names: tuple[Dim, ...], sizes: dict[str, int]) -> tuple[str, int, int] | None:

@@ -164,7 +164,7 @@ def _batch_norm_forward(original: Callable[..., Any]) -> Callable[..., Any]:
         mean, var = torch.zeros_like(self.running_mean), torch.zeros_like(self.running_var)
         out = nn.functional.batch_norm(x, mean, var, self.weight, self.bias, True, 1.0, self.eps)
         with torch.no_grad():
-            factor = 1.0 / self.num_batches_tracked
+            factor = 1.0 / self.num_batches_tracked.double()  # as exact as the number with which eager computes
             self.running_mean.copy_(self.running_mean * (1 - factor) + mean * factor)
             self.running_var.copy_(self.running_var * (1 - factor) + var * factor)
         return out

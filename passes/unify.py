@@ -25,6 +25,7 @@ _RANDOM = random._opoverload
 
 START = 1_000_000_000_039
 SHARE = 0.739_085_133_215_160_64
+PART = 1.303_577_269_034_296_39
 _KEYS = (2_305_843_009_213_693_921, 1_152_921_504_606_846_883, 576_460_752_303_423_433)
 _MOST_STARTS, _LARGEST_OFFSET = 4096, 1 << 32
 
@@ -46,7 +47,7 @@ class Linear:
         return term + (f" + {self.fixed}" if self.fixed > 0 else f" - {-self.fixed}" if self.fixed else "")
 
 
-_TYPICAL = {"rows": Linear(0, 1), "start": Linear(0), "share": 0.5, "key_local": 1, "key_shared": 1}
+_TYPICAL = {"rows": Linear(0, 1), "start": Linear(0), "share": 0.5, "part": 2.0, "key_local": 1, "key_shared": 1}
 """What the scalars are where ops are priced: meta["number"] of the nodes that compute numbers."""
 
 Storage = Bytes | tuple[str, int] | None
@@ -56,7 +57,8 @@ Storage = Bytes | tuple[str, int] | None
 def sentinels(scalars: dict[int, str]) -> dict[int, int | float]:
     """The number that stands for each scalar but `rows` while a block is traced, by index of the read."""
     keys = iter(_KEYS)
-    return {i: START if name == "start" else SHARE if name == "share" else next(keys) for i, name in scalars.items() if name != "rows"}
+    known: dict[str, int | float] = {"start": START, "share": SHARE, "part": PART}
+    return {i: known[name] if name in known else next(keys) for i, name in scalars.items() if name != "rows"}
 
 
 def _storages(node: fx.Node, out: Any, field: str) -> tuple[Storage, ...]:

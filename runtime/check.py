@@ -41,7 +41,7 @@ class _Walk:
         self.index = 0
         self.values: set[tuple[str, int]] = set()
         self.gone: dict[tuple[str, int], int] = {}
-        self.prologue: set[str] = set()
+        self.prologue: set[str] = set()  # and what the epilogue wrote
         self.whole: set[int] = set()
         self.saved: dict[tuple[int, int], int] = {}
         self.halfway: dict[tuple[int, int], int] = {}
@@ -149,8 +149,8 @@ class _Walk:
                 raise self.fail(f"{ref.name} of micro-batch {mb} is read, but line {line} gave it up", "move the drop to the last reader")
             if (ref.name, mb) not in self.values:
                 raise self.fail(f"{ref.name} of micro-batch {mb} is read before anything wrote it", "run the block that writes it first")
-        elif ref.kind == "prologue" and ref.name not in self.prologue:
-            raise self.fail(f"the prologue value {ref.name} is read before a PROLOGUE wrote it", "put PROLOGUE first")
+        elif ref.kind in ("prologue", "epilogue") and ref.name not in self.prologue:
+            raise self.fail(f"the {ref.kind} value {ref.name} is read before the {ref.kind.upper()} wrote it", f"put {ref.kind.upper()} first")
         elif ref.kind == "parameter":
             self._parameter(ref.name)
         elif ref.kind == "input" and ref.name not in {cut.name for cut in self.program.inputs}:
@@ -224,8 +224,7 @@ class _Walk:
             return
         self._gives(call, function.gradients, mb)
 
-    def _backward_input(self, instruction: Instruction) -> None:
-        self._backward(instruction)
+    _backward_input = _backward
 
     def _backward_weight(self, instruction: Instruction) -> None:
         call, function = self._call(instruction)
@@ -259,7 +258,12 @@ class _Walk:
         call, _ = self._call(instruction)
         for ref in call.reads:
             self._read(ref, None)
+        totals = {ref.name: None for ref in call.reads if ref.kind == "total" and self.program.computes(ref.name)}
+        for mb in range(len(self.program.rows)):
+            self._give_up(tuple(totals), mb)
         self.prologue.update(call.writes)
+
+    _epilogue = _prologue
 
     def _drop(self, instruction: Instruction) -> None:
         if instruction.mb is not None:
@@ -371,9 +375,7 @@ class _Walk:
 
     def _between(self) -> None:
         """What a program must have done by the end of its instructions."""
-        needed = {"LOSS"} if self.program.mode == "step" else {"OUTPUT"}
-        if self.program.buffers:
-            needed.add("COMMIT")
+        needed = {"LOSS" if self.program.mode == "step" else "OUTPUT", *(("COMMIT",) if self.program.buffers else ())}
         if missing := needed - self.seen:
             raise self.fail(f"the program has no {' and no '.join(sorted(missing))}", "add it")
         # Between a forward and its backward the user's code runs, other forwards included, whose FREE would take the parameters away.

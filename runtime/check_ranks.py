@@ -9,8 +9,12 @@ from partitioner.runtime.inputs import spread
 from partitioner.runtime.program import Instruction, Program
 from partitioner.runtime.text import instruction_text
 
-COLLECTIVES = ("REFRESH", "GATHER", "REDUCE", "TIE", "LOSS", "COMMIT", "OUTPUT")
-_EVERYONE = ("LOSS", "COMMIT", "OUTPUT")
+COLLECTIVES = ("REFRESH", "GATHER", "REDUCE", "TIE", "LOSS", "EPILOGUE", "COMMIT", "OUTPUT")
+_EVERYONE = ("LOSS", "EPILOGUE", "COMMIT", "OUTPUT")
+_ALIKE = (
+    *("mode", "training", "ranks", "axis", "total", "share", "parts", "keyed"),
+    *("loss", "units", "outputs", "output_placements", "buffers"),
+)
 _INSIDE = re.compile(r"partitioner\.(all_reduce|all_gather|reduce_scatter)\b")
 
 
@@ -70,7 +74,7 @@ def _check_rows(programs: Sequence[Program]) -> None:
     if len(set(ranks)) != len(ranks) or not all(0 <= rank < first.ranks for rank in ranks):
         raise ProgramError(f"the programs are those of ranks {ranks} of {first.ranks}; give each rank one program")
     for program in programs:
-        for field in ("mode", "training", "ranks", "axis", "total", "share", "keyed", "loss", "units", "outputs", "output_placements", "buffers"):
+        for field in _ALIKE:
             if getattr(program, field) != getattr(first, field):
                 raise ProgramError(
                     f"rank {program.rank} has {field} {getattr(program, field)!r}, rank {first.rank} has {getattr(first, field)!r}; "

@@ -60,6 +60,9 @@ class _NoValues(Tracer):
 
     def loss(self, values: list[None]) -> None: ...
 
+    def everywhere(self, totals: dict[str, None]) -> dict[str, None]:
+        return totals
+
     def commit(self, changes: list[tuple[str, Ref, None]]) -> None: ...
 
     def output(self, ref: Ref, cut: Slice, placement: str, values: list[None]) -> None: ...

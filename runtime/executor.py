@@ -127,13 +127,15 @@ class TensorMachine:
                 return program.whole_rows if mb is None else program.rows[mb]
             case "start":
                 return program.whole_start if mb is None else program.starts[mb]
+            case "part":
+                return 1.0 if mb is None else program.parts[mb]
             case "share":
                 return program.share * len(program.rows) if mb is None else program.share
             case "key_local":
                 return EAGER_KEY if self.seed is None else mix(self.seed, number, 0 if mb is None else mb + 1, program.rank + 1)
             case "key_shared":
                 return EAGER_KEY if self.seed is None else mix(self.seed, number, 0, 0)
-        raise ProgramError(f"a block reads the scalar {name!r}; known are rows, start, share, key_local, key_shared")
+        raise ProgramError(f"a block reads the scalar {name!r}; known are rows, start, share, part, key_local, key_shared")
 
     def forward(self, function: Function, arguments: list[Any], rows: int) -> list[Tensor]:
         if self.recorder is not None:
@@ -204,6 +206,18 @@ class TensorMachine:
         everyone = self.group if self.pipe is None else self.pipe.world.group
         if everyone is not None:
             self._loss_handle = all_reduce(self.total_loss, everyone, "the loss")
+
+    def everywhere(self, totals: dict[str, Tensor | None]) -> dict[str, Tensor]:
+        program, pipe = self.program, self.pipe
+        device = None if pipe is None else pipe.world.device
+        found = {
+            name: torch.empty(program.wires[name].shape(0), dtype=program.wires[name].dtype, device=device) if total is None else total
+            for name, total in totals.items()
+        }
+        if pipe is not None:
+            for stage in sorted({program.homes[name] for name in found}):
+                pipe.share([total for name, total in found.items() if program.homes[name] == stage], stage)
+        return found
 
     def commit(self, changes: list[tuple[str, Ref, Tensor | None]]) -> None:
         # A buffer may become another buffer's old value: take those aside before anything changes.

@@ -3,8 +3,9 @@
 What is alive when is decided here, by Python's own references, and nowhere else; so the memory that the simulator counts is the memory that
 the executor uses.
 
-    values[(name, mb)]     what FORWARD wrote or RECV received     given up by drops, DROP, LOSS, COMMIT, OUTPUT
+    values[(name, mb)]     what FORWARD wrote or RECV received     given up by drops, DROP, LOSS, EPILOGUE, COMMIT, OUTPUT
     prologue[name]         what PROLOGUE wrote                     given up by a DROP without mb
+    epilogue[name]         what EPILOGUE wrote                     given up by COMMIT
     stash[(block, mb)]     saved values, in the order of Function.saved; None where the value is fetched again     given up by BACKWARD
     halfway[(block, mb)]   what BACKWARD_INPUT leaves to do                                                       given up by BACKWARD_WEIGHT
     tangents[(name, mb)]   gradients of values, summed as they come                                                given up by BACKWARD
@@ -76,6 +77,9 @@ class Machine(Protocol[V]):
     def loss(self, values: list[V]) -> None:
         """No values: another stage computes them."""
 
+    def everywhere(self, totals: dict[str, V | None]) -> dict[str, V]:
+        """The totals on every stage; None where another stage computes the values."""
+
     def commit(self, changes: list[tuple[str, Ref, V | None]]) -> None:
         """None where another stage computes the new value."""
 
@@ -100,6 +104,7 @@ class Player(Generic[V]):
         self.first = first
         self.values: dict[tuple[str, int], V] = {}
         self.prologue: dict[str, V] = {}
+        self.epilogue: dict[str, V] = {}
         self.stash: dict[tuple[int, int], list[Any]] = {}
         self.halfway: dict[tuple[int, int], list[Any]] = {}
         self.tangents: dict[tuple[str, int], V] = {}
@@ -137,7 +142,7 @@ class Player(Generic[V]):
             for number in range(self.first, self.first + len(self.program.rows)):
                 if message := messages.pop(number, None):
                     message.wait()
-        for held in (self.values, self.prologue, self.stash, self.halfway, self.tangents, self.likes):
+        for held in (self.values, self.prologue, self.epilogue, self.stash, self.halfway, self.tangents, self.likes):
             held.clear()
         self.machine.finish()
 
@@ -185,6 +190,8 @@ class Player(Generic[V]):
                     raise ProgramError("LOSS in a program that names no loss value")
                 here = range(len(self.program.rows)) if self.program.computes(self.program.loss) else ()
                 self.machine.loss([self.values.pop((self.program.loss, mb)) for mb in here])
+            case "EPILOGUE":
+                self._epilogue(_number(instruction.block))
             case "COMMIT":
                 self._commit()
             case "OUTPUT":
@@ -203,6 +210,8 @@ class Player(Generic[V]):
             return self.values[ref.name, mb]
         if ref.kind == "prologue":
             return self.prologue[ref.name]
+        if ref.kind == "epilogue":
+            return self.epilogue[ref.name]
         return self.machine.read(ref, number, mb)
 
     def _arrived(self, name: str, mb: int) -> None:
@@ -335,6 +344,21 @@ class Player(Generic[V]):
         for name, result in zip(call.writes, results, strict=True):
             self.prologue[name] = result
 
+    def _epilogue(self, block: int) -> None:
+        call = self.program.call_of[block]
+        names = dict.fromkeys(ref.name for ref in call.reads if ref.kind == "total")
+        totals = self.machine.everywhere({name: self._total(name) if self.program.computes(name) else None for name in names})
+        arguments = [totals[ref.name] if ref.kind == "total" else self._read(ref, block, None) for ref in call.reads]
+        totals.clear()
+        results = self.machine.forward(self.program.functions[call.function], arguments, 0)
+        self.epilogue.update(zip(call.writes, results, strict=True))
+
+    def _total(self, name: str) -> V:
+        total = self.values.pop((name, 0))
+        for mb in range(1, len(self.program.rows)):
+            total = self.machine.add(total, self.values.pop((name, mb)))
+        return total
+
     def _commit(self) -> None:
         # All micro-batches read the old buffers; the last one's new values stay. Every new value is read before any buffer changes.
         mb = len(self.program.rows) - 1
@@ -343,6 +367,7 @@ class Player(Generic[V]):
         changes = [(name, ref, self._read(ref, -1, mb) if ref.kind != "value" or ref.name in mine else None) for name, ref in program.buffers]
         for name in mine:
             del self.values[name, mb]
+        self.epilogue.clear()
         self.machine.commit(changes)
 
     def _output(self) -> None:

@@ -17,6 +17,7 @@
     LOSS on reduce bytes 4                         sum the loss over micro-batches and ranks
     STASH unit 3 on compute bytes 8192             copy parameters that backwards of this batch read in the next step, as they are now
     UNSTASH unit 3 mb -1 on compute bytes 8192     forget the copy
+    EPILOGUE block 9 on compute                    run a block on totals: values of all micro-batches, summed (new running statistics)
     COMMIT on compute                              put the new buffer values in place, once a step
     OUTPUT on gather bytes 640                     gather the leaves of the output by their placements (forward programs)
 
@@ -38,7 +39,7 @@ Mode = Literal["step", "forward"]
 OPS = (
     *("REFRESH", "GATHER", "FREE", "PROLOGUE", "FORWARD", "DROP", "BACKWARD", "REDUCE", "TIE"),
     *("BACKWARD_INPUT", "BACKWARD_WEIGHT"),
-    *("SEND", "RECV", "SEND_GRADIENT", "RECV_GRADIENT", "LOSS", "COMMIT", "OUTPUT", "STASH", "UNSTASH"),
+    *("SEND", "RECV", "SEND_GRADIENT", "RECV_GRADIENT", "LOSS", "EPILOGUE", "COMMIT", "OUTPUT", "STASH", "UNSTASH"),
 )
 
 
@@ -69,7 +70,8 @@ class Instruction:
 
 @dataclass(frozen=True)
 class Ref:
-    """A block argument. kind: parameter, buffer, constant, input, prologue, scalar (as in passes) or value (another block's write).
+    """A block argument. kind: parameter, buffer, constant, input, prologue, scalar (as in passes), value (another block's write), total (the sum
+    of such a value over micro-batches; only an epilogue reads it) or epilogue (what that wrote; only COMMIT reads it).
 
     An output leaf that is no tensor is of kind "literal": `name` is its key in Program.literals.
     """
@@ -217,7 +219,8 @@ class Program:
     backward of the same call (for loss.backward()), to be run only if a gradient arrives.
     total: rows of the global batch (None: the batch is not cut); rows[mb]: this rank's rows; starts[mb]: its first global rows.
     whole_rows / whole_start: this rank's share, all micro-batches (what PROLOGUE sees).
-    share: 1 / (ranks * micro-batches), the scalar of that name. keyed: whether draws are keyed (False: one rank in eager order, key -1).
+    share: 1 / (ranks * micro-batches), the scalar of that name; parts[mb]: that of the name part, rows of the batch / rows of the micro-batch on all
+    ranks of the axis. keyed: whether draws are keyed (False: one rank in eager order, key -1).
     inputs: every tensor leaf that some block reads, and its cut. prologue: names of prologue values.
     loss: the value that holds the (Partial) loss, in step mode. outputs: per leaf of the user's output, the ref and its cut;
     output_placements: "replicate", "shard" or "partial" per leaf. buffers: buffer name -> ref of its new value.
@@ -243,6 +246,7 @@ class Program:
     whole_start: int
     share: float
     keyed: bool
+    parts: tuple[float, ...] = ()
     constants: dict[str, Tensor] = field(default_factory=dict)
     literals: dict[str, Any] = field(default_factory=dict)
     loss: str | None = None

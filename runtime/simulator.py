@@ -213,6 +213,13 @@ class StorageMachine(Tracer):
     def loss(self, values: list[Storage]) -> None:
         self.total_loss = Storage(self.ledger, values[0].bytes if values else self.program.wires[self.program.loss or ""].whole_bytes(0))
 
+    def everywhere(self, totals: dict[str, Storage | None]) -> dict[str, Storage]:
+        program = self.program
+        found = {name: Storage(self.ledger, program.wires[name].whole_bytes(0)) if total is None else total for name, total in totals.items()}
+        for stage in sorted({program.homes[name] for name in found}) if program.stages > 1 else ():
+            Storage(self.ledger, sum(total.bytes for name, total in found.items() if program.homes[name] == stage))
+        return found
+
     def commit(self, changes: list[tuple[str, Ref, Storage | None]]) -> None:
         copies = [Storage(self.ledger, self.bytes_of[ref.name]) for _, ref, _ in changes if ref.kind == "buffer"]
         copies.clear()

@@ -4,6 +4,7 @@
     tensor_arguments(node)     the nodes that OpDims.inputs speaks of
     localise(node, …)          size arguments on a shard
     decomposition(node)        the op by finer ones that have rules, for labels that it keeps whole
+    normalises_by_batch(node)  whether it is a BatchNorm by the statistics of what it gets
     backward_flops(node)       FLOPs of its gradients
 
 Reading order: describe.py (the contract), call.py, labels.py, language.py, registry.py, then the rules by idea: pointwise.py, contraction.py,
@@ -43,7 +44,7 @@ from partitioner.passes.rules.describe import OpDims
 from partitioner.passes.rules.flops import backward_flops_of
 from partitioner.passes.rules.sizes import localise
 
-__all__ = ["DIMS", "OpDims", "backward_flops", "decomposition", "describe", "describe_call", "localise", "tensor_arguments"]
+__all__ = ["DIMS", "OpDims", "backward_flops", "decomposition", "describe", "describe_call", "localise", "normalises_by_batch", "tensor_arguments"]
 
 DIMS = "dims"
 
@@ -110,6 +111,15 @@ def decomposition(node: fx.Node) -> Callable[..., Any] | None:
     found = registry.find(registry.DECOMPOSERS, target)
     function: Callable[..., Any] | None = None if found is None else found(Call(target, args, dict(kwargs), outputs))
     return function
+
+
+def normalises_by_batch(node: fx.Node) -> bool:
+    """Whether an op is a BatchNorm by statistics of its own input; its decomposition then takes the keyword `part` (see sums.batch_norm)."""
+    key = _key(node)
+    if key is None or registry.find(registry.RULES, key[0]) is not norms.batch_norm:
+        return False
+    target, args, kwargs, outputs = key
+    return norms.uses_batch(Call(target, args, dict(kwargs), outputs))
 
 
 def backward_flops(node: fx.Node, needs: Sequence[bool] | None = None) -> sympy.Expr:

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from partitioner.passes.collectives import addend, own_mean
 from partitioner.passes.rules.call import Call
 from partitioner.passes.rules.norms import uses_batch
 from partitioner.passes.rules.reduction import reduced_dims
@@ -141,7 +142,8 @@ def batch_norm(call: Call) -> Function | None:
     """Training batch norm over the whole batch: mean and variance by sums over all dims but the channel.
 
     Results as the op's: (out, mean, 1/std, new running mean, new running variance) for the functional forms, the first only for batch_norm.
-    Gradients flow through `out` alone.
+    Gradients flow through `out` alone. With `part` (the scalar of that name) the statistics that normalise are those of the micro-batch; the
+    running ones move by those of the whole batch all the same, whose mean and mean square are what micro-batches add up to, in fp64.
     """
     if not uses_batch(call) or (call.get("running_mean") is not None and len(call.outputs) < 4):
         return None
@@ -156,12 +158,23 @@ def batch_norm(call: Call) -> Function | None:
     def moved(running: Any, now: Any, momentum: float) -> Any:
         return aten.add.Tensor(aten.mul.Tensor(running, 1 - momentum), aten.mul.Tensor(now, momentum))
 
-    def run(*args: Any, **kwargs: Any) -> Any:
+    def average(x: Any, part: Any) -> Any:
+        found = aten.div.Scalar(add_up(x, dims, True), count)
+        return found if part is None else own_mean._opoverload(found, part)
+
+    def of_the_batch(centre: Any, variance: Any, part: Any) -> tuple[Any, Any]:
+        mean, spread = (cast(value, wide(have), torch.float64) for value in (centre, variance))
+        square = addend._opoverload(aten.add.Tensor(spread, aten.mul.Tensor(mean, mean)), part)
+        mean = addend._opoverload(mean, part)
+        spread = aten.clamp_min.default(aten.sub.Tensor(square, aten.mul.Tensor(mean, mean)), 0)
+        return cast(mean, torch.float64, wide(have)), cast(spread, torch.float64, wide(have))
+
+    def run(*args: Any, part: Any = None, **kwargs: Any) -> Any:
         given = dict(zip(names, args, strict=False)) | kwargs
         x = cast(given["input"], have, wide(have))
-        centre = aten.div.Scalar(add_up(x, dims, True), count)
+        centre = average(x, part)
         deviation = aten.sub.Tensor(x, centre)
-        variance = aten.div.Scalar(add_up(aten.mul.Tensor(deviation, deviation), dims, True), count)
+        variance = average(aten.mul.Tensor(deviation, deviation), part)
         scale = aten.rsqrt.default(aten.add.Scalar(variance, given["eps"]))
         out = aten.mul.Tensor(deviation, scale)
         if given.get("weight") is not None:
@@ -175,6 +188,8 @@ def batch_norm(call: Call) -> Function | None:
         results = [out, centre, scale]
         if given.get("running_mean") is not None:
             momentum = given["momentum"]
+            if part is not None:
+                centre, variance = of_the_batch(centre, variance, part)
             results.append(moved(given["running_mean"], centre, momentum))
             results.append(moved(given["running_var"], aten.mul.Tensor(variance, unbiased), momentum))
         return tuple(results)
