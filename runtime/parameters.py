@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import DTensor, Shard, debug
 
 from partitioner.errors import InputError, ProgramError
 from partitioner.runtime.clip import clip, norm_dtype, total_norm
@@ -309,6 +309,7 @@ class UnitStore:
             buffers.put(name, former.detach())
         if self._mesh is None:
             self._mesh = DeviceMesh.from_group(self.group, where.type, mesh_dim_names=(self._axis,))
+            _forget_equal_meshes()
         shape = former.shape
         stride = torch.empty(shape, device="meta").stride()
         shard = DTensor.from_local(buffers.local(name), self._mesh, [Shard(0)], run_check=False, shape=shape, stride=stride)
@@ -364,6 +365,13 @@ def _like(former: nn.Parameter, parameter: nn.Parameter) -> nn.Parameter:
     if former.grad is not None:
         raise InputError("a parameter already has a gradient; call model.zero_grad() before auto_parallelize")
     return parameter
+
+
+def _forget_equal_meshes() -> None:
+    """torch remembers what an op makes of a DTensor, its mesh included, and takes all meshes of the same ranks for one, be their groups gone."""
+    forget = getattr(debug, "_clear_sharding_prop_cache", None)
+    if forget is not None:
+        forget()
 
 
 def _wrap(local: Tensor, spec: Any) -> DTensor:

@@ -40,7 +40,7 @@ def test_constraints_are_read_and_written_back() -> None:
         ({"pp": 2, "schedule": "2f2b"}, r"constraints\['schedule'\] is '2f2b'; it may be gpipe, 1f1b, interleaved, zb-h1, zb-v"),
         ({"tp": 2}, r"\['tp'\] is 2, but tensor parallelism is not available yet: .* leave tp out"),
         ({"schedule": "1f1b"}, r"constraints\['schedule'\] is '1f1b', which orders pipeline stages, .* write pp too"),
-        ({"shards": "zero3"}, r"unknown constraint 'shards'; known are checkpoint, dp, micro_batches, pp, schedule, shard"),
+        ({"shards": "zero3"}, r"unknown constraint 'shards'; known are batch_statistics, checkpoint, dp, micro_batches, pp, schedule, shard"),
         ({3: "zero3"}, r"unknown constraint '3'; known are"),
         ({"shard": "zero4"}, r"constraints\['shard'\] is 'zero4'; it may be none, zero1, zero2, zero3, auto"),
         ({"shard": ["zero3"]}, r"constraints\['shard'\] is \['zero3'\]; it may be"),

@@ -22,12 +22,6 @@ from tests import ranks as pool
 LEVELS = ("none", "zero1", "zero2", "zero3")
 
 
-@pytest.fixture(scope="module", autouse=True)
-def _fresh_workers() -> None:
-    """torch remembers how to redistribute over a mesh by its shape, with the group that had it first: one of an earlier test that is gone."""
-    pool.close()
-
-
 class Model(nn.Module):
     """Everything that placing must cope with: large, small, uneven, fewer rows than ranks, 0-dim, empty, tied, frozen, unused, mixed dtypes."""
 
@@ -360,6 +354,20 @@ def test_a_model_on_meta_is_placed_and_loaded() -> None:
 
 
 # Launch
+
+
+def _gathered(groups_before: int) -> float:
+    """The sum of a cut parameter, over a group whose name depends on how many there were."""
+    for _ in range(groups_before):
+        dist.new_group()
+    layer, unit = nn.Linear(4, 4), Unit(0, "zero1", ("weight", "bias"))
+    UnitStore(layer, (unit,), ranks=2, rank=dist.get_rank(), group=dist.new_group())
+    return whole(layer.weight.detach() * 2).sum().item()
+
+
+def test_a_group_of_the_same_ranks_that_is_gone_is_forgotten() -> None:
+    for groups_before in (3, 0):
+        assert len(set(pool.run(2, _gathered, groups_before))) == 1
 
 
 def _join(expected: int) -> tuple[int, int, str, str | None]:
