@@ -356,20 +356,6 @@ def test_a_model_on_meta_is_placed_and_loaded() -> None:
 # Launch
 
 
-def _gathered(groups_before: int) -> float:
-    """The sum of a cut parameter, over a group whose name depends on how many there were."""
-    for _ in range(groups_before):
-        dist.new_group()
-    layer, unit = nn.Linear(4, 4), Unit(0, "zero1", ("weight", "bias"))
-    UnitStore(layer, (unit,), ranks=2, rank=dist.get_rank(), group=dist.new_group())
-    return whole(layer.weight.detach() * 2).sum().item()
-
-
-def test_a_group_of_the_same_ranks_that_is_gone_is_forgotten() -> None:
-    for groups_before in (3, 0):
-        assert len(set(pool.run(2, _gathered, groups_before))) == 1
-
-
 def _join(expected: int) -> tuple[int, int, str, str | None]:
     found = launch.join(expected)
     told = launch.broadcast_object({"plan": [1, 2]} if found.rank == 0 else None, found)
