@@ -89,7 +89,8 @@ def parse(given: Mapping[str, Any] | None, ranks: int) -> Constraints:
             f"write gpus={wanted['dp'] * stages} or leave dp out"
         )
     if wanted.get("schedule") is not None and stages == 1:
-        raise ConstraintError(f"constraints['schedule'] is {wanted['schedule']!r}, which orders pipeline stages, but pp is not pinned; write pp too")
+        pinned = "pp is not pinned; write pp too" if wanted.get("pp") is None else f"pp is {wanted['pp']!r}; write a number above 1"
+        raise ConstraintError(f"constraints['schedule'] is {wanted['schedule']!r}, which orders pipeline stages, but {pinned}")
     if why := refusal(wanted.get("schedule"), stages, wanted.get("micro_batches"), wanted.get("shard")):
         raise ConstraintError(f"constraints: {why}")
     return Constraints(**wanted)
