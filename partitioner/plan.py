@@ -203,7 +203,7 @@ class Plan(_Part):
     version: Literal[1] = PLAN_VERSION
     model: Name
     fingerprint: Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
-    mesh: dict[Literal["pp", "dp", "tp"], Annotated[int, Field(ge=1, le=1_000_000)]]
+    mesh: dict[Literal["pp", "dp"], Annotated[int, Field(ge=1, le=1_000_000)]]
     micro_batches: Annotated[int, Field(ge=1, le=1_000_000)] = 1
     schedule: Schedule = "1f1b"
     batch_statistics: Literal["global", "micro_batch"] = "global"

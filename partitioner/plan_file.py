@@ -5,6 +5,7 @@ no key twice, and every field is checked. That bounds the time to refuse one to 
 """
 
 import json
+from math import isinf
 from pathlib import Path
 from typing import Any
 
@@ -48,7 +49,7 @@ def _checked(text: str, where: str) -> Plan:
     if text.count(",") > _MAX_COMMAS:  # before it is parsed: a million of empty lists take memory too
         raise PlanError(f"{where} holds more than {MAX_VALUES:,} values; no plan is that long")
     try:
-        data = json.loads(text, parse_constant=_refuse_constant, object_pairs_hook=_distinct)
+        data = json.loads(text, parse_constant=_refuse_constant, parse_float=_finite, object_pairs_hook=_distinct)
     except RecursionError:
         raise PlanError(f"{where} is nested too deeply to be a plan; write it with plan.save(…)") from None
     except ValueError as error:
@@ -80,6 +81,13 @@ def _size(data: Any) -> int:
         if isinstance(item, dict | list):
             left.extend(item.values() if isinstance(item, dict) else item)
     return count
+
+
+def _finite(text: str) -> float:
+    number = float(text)
+    if isinf(number):
+        raise ValueError(f"{text[:40]} is more than a number can be")
+    return number
 
 
 def _refuse_constant(name: str) -> None:
