@@ -15,7 +15,6 @@ from partitioner.passes.dims import Cut
 from partitioner.pipeline import Message, Pipeline, Routes
 from partitioner.prepare import AXIS, Prepared
 from partitioner.runtime.program import (
-    KEYS,
     Call,
     Event,
     Function,
@@ -29,6 +28,7 @@ from partitioner.runtime.program import (
     Slice,
     Unit,
     Wire,
+    draws_by_key,
     stashed,
 )
 
@@ -127,7 +127,7 @@ def lower(
     results |= {loss, *totals} if loss else {*totals}
     wires = _wires(prepared) if pipeline.stages > 1 else {}
     most = _rows(prepared.total, 0, ranks, choice.micro_batches)[0]
-    drawing = any(ref.kind == "scalar" and ref.name in KEYS for call in (*calls, *once.values()) for ref in call.reads)
+    drawing = draws_by_key((*calls, *once.values()))
 
     def quicker(call: Call) -> bool:
         """Whether it takes longer to send what a block writes than what it reads, and to run it."""

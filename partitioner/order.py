@@ -94,6 +94,7 @@ class _Writer:
         self.last_reader = {ref.name: call.number for call in own for ref in call.reads if ref.kind == "value"}
         self.late = backward and stage is not None and stage.pipeline.asynchronous
         self.turns = self._turns(backward)
+        self.owes = any(turn.mb < 0 for turn in self.turns)
         self.needs = [stage.routes.before(turn, self._calls(turn), stage.number) if stage else [] for turn in self.turns]
         self.asked: dict[int, int] = defaultdict(int)  # source stage -> how many of its messages were asked for
         self.has: set[Message] = set()
@@ -165,13 +166,13 @@ class _Writer:
                 split = len(self.out)
             if use.turn != turn:
                 turn = use.turn
-                if turn == 2 and self.late and not self.turns[1].mb < 0:
+                if turn == 2 and self.late and not self.owes:
                     self._tie()
                 for number in range(turn, min(turn + 2, len(self.turns))):
                     for message in self.needs[number]:
                         self._ask(message)
             self._use(use, position)
-        if not self.late or self.turns[1].mb < 0:
+        if not self.late or self.owes:
             self._tie()
         for unit, (size, seconds) in self.order.stash.items():
             self._say(Instruction("STASH", unit=unit, bytes=size, seconds=seconds))

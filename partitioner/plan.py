@@ -13,6 +13,7 @@ from pydantic import AliasChoices, BaseModel, ConfigDict, Field, PrivateAttr, fi
 from partitioner.asynchronous import refusal
 from partitioner.cluster import Cluster
 from partitioner.errors import PlanError
+from partitioner.schedules import Name as Schedule
 from partitioner.schedules import chunks_of
 
 PLAN_VERSION: Literal[1] = 1
@@ -20,7 +21,6 @@ PLAN_VERSION: Literal[1] = 1
 Name = Annotated[str, Field(max_length=1000)]
 Count = Annotated[int, Field(ge=0, le=2**53)]  # what every JSON reader keeps exactly
 Seconds = Annotated[float, Field(ge=0, le=1e12, allow_inf_nan=False)]
-Schedule = Literal["gpipe", "1f1b", "interleaved", "zb-h1", "zb-v", "2bw"]
 Shard = Literal["none", "zero1", "zero2", "zero3"]
 _T = TypeVar("_T")
 Many = Annotated[tuple[_T, ...], Field(fail_fast=True)]

@@ -159,8 +159,8 @@ class _Stages:
         def lasts(turns: Order) -> float:
             return makespan(self.name, turns, lambda turn: part[turn.op] * self.free.seconds[turn.chunk])
 
-        two, three = (repeated(turns, self.count, steps) for steps in (2, 3))
-        alone = lasts(three) - lasts(two) if self.name in ASYNCHRONOUS else lasts(turns)
+        late = self.name in ASYNCHRONOUS
+        alone = lasts(repeated(turns, self.count, 3)) - lasts(repeated(turns, self.count, 2)) if late else lasts(turns)
         return max(self.bound, alone * self.task.cluster.share)
 
     def fit(self) -> Verdict:

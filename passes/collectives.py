@@ -22,6 +22,7 @@ counts the rows of the global batch and `rows` those of this rank and micro-batc
 from collections.abc import Callable
 from functools import cache
 from math import ceil
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -186,21 +187,23 @@ shard.register_autograd(
 )
 
 
+def _alike(x: Tensor, number: float) -> Tensor:
+    return torch.empty_like(x)
+
+
+def _linear(op: Any) -> None:
+    """An op `x * number`: its gradient is the op itself with the same number."""
+    op.register_fake(_alike)
+    op.register_autograd(
+        lambda ctx, grad: (op(grad, ctx.number), None),
+        setup_context=lambda ctx, inputs, output: setattr(ctx, "number", inputs[1]),
+    )
+
+
 @torch.library.custom_op("partitioner::share", mutates_args=())
 def share(x: Tensor, share: float) -> Tensor:
     """This rank's and micro-batch's share of a replicated value, so that the shares sum to it."""
     return x * share
-
-
-@share.register_fake
-def _(x: Tensor, share: float) -> Tensor:
-    return torch.empty_like(x)
-
-
-share.register_autograd(
-    lambda ctx, grad: (torch.ops.partitioner.share(grad, ctx.share), None),
-    setup_context=lambda ctx, inputs, output: setattr(ctx, "share", inputs[1]),
-)
 
 
 @torch.library.custom_op("partitioner::own_mean", mutates_args=())
@@ -209,15 +212,8 @@ def own_mean(x: Tensor, part: float) -> Tensor:
     return x * part
 
 
-@own_mean.register_fake
-def _(x: Tensor, part: float) -> Tensor:
-    return torch.empty_like(x)
-
-
-own_mean.register_autograd(
-    lambda ctx, grad: (own_mean(grad, ctx.part), None),
-    setup_context=lambda ctx, inputs, output: setattr(ctx, "part", inputs[1]),
-)
+_linear(share)
+_linear(own_mean)
 
 
 @torch.library.custom_op("partitioner::addend", mutates_args=())
@@ -226,9 +222,7 @@ def addend(x: Tensor, part: float) -> Tensor:
     return x / part
 
 
-@addend.register_fake
-def _(x: Tensor, part: float) -> Tensor:
-    return torch.empty_like(x)
+addend.register_fake(_alike)
 
 
 @cache

@@ -3,12 +3,11 @@
 import math
 from collections.abc import Mapping
 from contextlib import ExitStack
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
 
-from partitioner.errors import NonFiniteError, ProgramError
 from partitioner.runtime.executor import Executor, TensorMachine, mix
 from partitioner.runtime.recorder import Recorder, Recording
 from partitioner.runtime.steps import Steps
@@ -20,8 +19,13 @@ class AsynchronousExecutor(Executor):
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
         self._steps = Steps[Tensor](self.program)
-        self._before: TensorMachine | None = None  # that of the batch under way
         self._first_seed = 0
+
+    @property
+    def _before(self) -> TensorMachine | None:
+        """The machine of the batch under way."""
+        older = self._steps.older
+        return None if older is None else cast(TensorMachine, older.machine)
 
     @property
     def under_way(self) -> bool:
@@ -45,34 +49,28 @@ class AsynchronousExecutor(Executor):
             player = self._steps.player(machine)
             self._steps.play(player)
             self._steps.end(player)
-            self._before = machine
             if before is None:
-                wire = self.program.wires[self.program.loss or ""]
-                return torch.full(wire.shape(0), math.nan, dtype=wire.dtype, device=self.device)
-        return self._loss(before, number - 1)
+                return machine.blank(self.program.loss or "").fill_(math.nan)
+            loss, value = self._total(before)
+        return self._finite(loss, value, number - 1, before)
 
     def drain(self, number: int) -> Tensor | None:
         """Run the backwards that are owed: `.grad` and the loss returned are those of the last batch. None: there are none."""
-        before, self._before = self._before, None
+        before = self._before
         if before is None:
             return None
         with torch.no_grad(), self.playing():
             before.recorder = None
             self._steps.drain()
-        return self._loss(before, number - 1)
+            loss, value = self._total(before)
+        return self._finite(loss, value, number - 1, before)
 
-    def _loss(self, machine: TensorMachine, number: int) -> Tensor:
-        loss = machine.total_loss
-        if loss is None:
-            raise ProgramError("a step program must contain LOSS; this one has none")
-        value = loss.item()
-        if not math.isfinite(value):
-            raise NonFiniteError(
-                f"step {number}: the loss of its batch is {value}, which shows a step later (where it came up is not sought: the batch is gone). "
-                "The parameters are those of before that batch's gradient, which is in .grad. To go on, call optimizer.zero_grad() and take the next "
-                "batch. Lower the learning rate, clip gradients, or look at the inputs"
-            )
-        return loss
+    def _non_finite(self, value: float, number: int, machine: TensorMachine) -> str:
+        return (
+            f"step {number}: the loss of its batch is {value}, which shows a step later (where it came up is not sought: the batch is gone). "
+            "The parameters are those of before that batch's gradient, which is in .grad. To go on, call optimizer.zero_grad() and take the next "
+            "batch. Lower the learning rate, clip gradients, or look at the inputs"
+        )
 
     def _seed(self) -> int:
         """Drawn where the pipeline is empty. Later ones follow from that: to share one out would be to wait for the last stage."""

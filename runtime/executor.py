@@ -198,25 +198,17 @@ class TensorMachine:
         return self.pipe, instruction.stage
 
     def loss(self, values: list[Tensor]) -> None:
-        if values:
-            self.total_loss = _sum(values)
-        else:
-            wire = self.program.wires[self.program.loss or ""]
-            self.total_loss = torch.zeros(wire.shape(0), dtype=wire.dtype, device=self.pipe.world.device if self.pipe else None)
+        self.total_loss = _sum(values) if values else self.blank(self.program.loss or "").zero_()
         everyone = self.group if self.pipe is None else self.pipe.world.group
         if everyone is not None:
             self._loss_handle = all_reduce(self.total_loss, everyone, "the loss")
 
     def everywhere(self, totals: dict[str, Tensor | None]) -> dict[str, Tensor]:
-        program, pipe = self.program, self.pipe
-        device = None if pipe is None else pipe.world.device
-        found = {
-            name: torch.empty(program.wires[name].shape(0), dtype=program.wires[name].dtype, device=device) if total is None else total
-            for name, total in totals.items()
-        }
-        if pipe is not None:
-            for stage in sorted({program.homes[name] for name in found}):
-                pipe.share([total for name, total in found.items() if program.homes[name] == stage], stage)
+        found = {name: self.blank(name) if total is None else total for name, total in totals.items()}
+        if self.pipe is not None:
+            homes = self.program.homes
+            for stage in sorted({homes[name] for name in found}):
+                self.pipe.share([total for name, total in found.items() if homes[name] == stage], stage)
         return found
 
     def commit(self, changes: list[tuple[str, Ref, Tensor | None]]) -> None:
@@ -238,7 +230,8 @@ class TensorMachine:
             case "input":
                 return self.leaves[ref.name]
             case "value" | "prologue":
-                joined = self._joined(ref, cut, placement, values) if values else self._blank(ref, placement)
+                rows = (program.total or 0) if placement == "shard" else 0
+                joined = self._joined(ref, cut, placement, values) if values else self.blank(ref.name, rows)
                 if self.pipe is not None and ref.kind == "value":
                     joined = joined.contiguous()
                     self.pipe.share([joined], program.homes[ref.name])
@@ -246,10 +239,9 @@ class TensorMachine:
             case _:
                 return self.read(ref, -1, 0).clone()
 
-    def _blank(self, ref: Ref, placement: str) -> Tensor:
-        """What an output that another stage computes comes into."""
-        wire = self.program.wires[ref.name]
-        rows = (self.program.total or 0) if placement == "shard" else 0
+    def blank(self, name: str, rows: int = 0) -> Tensor:
+        """What a value that another stage computes comes into, at so many rows."""
+        wire = self.program.wires[name]
         return torch.empty(wire.shape(rows), dtype=wire.dtype, device=self.pipe.world.device if self.pipe else None)
 
     def _joined(self, ref: Ref, cut: Slice, placement: str, values: list[Tensor]) -> Tensor:
@@ -372,10 +364,17 @@ class Executor:
                 stack.enter_context(machine.recorder.step())
             player.play(self.program.instructions)
             player.finish()
-            loss = machine.total_loss
-            if loss is None:
-                raise ProgramError("a step program must contain LOSS; this one has none")
-            value = loss.item()
+            loss, value = self._total(machine)
+        return self._finite(loss, value, number, machine)
+
+    def _total(self, machine: TensorMachine) -> tuple[Tensor, float]:
+        """The loss of the batch that a machine ran, and its value."""
+        loss = machine.total_loss
+        if loss is None:
+            raise ProgramError("a step program must contain LOSS; this one has none")
+        return loss, loss.item()
+
+    def _finite(self, loss: Tensor, value: float, number: int, machine: TensorMachine) -> Tensor:
         if not math.isfinite(value):
             raise NonFiniteError(self._non_finite(value, number, machine))
         return loss

@@ -25,7 +25,7 @@ Communication is issued where its instruction stands and awaited by the first co
 A negative micro-batch is one of the batch before, in an asynchronous program (runtime/steps.py): -1 is its last.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from math import prod
@@ -313,7 +313,7 @@ class Program:
     @cached_property
     def draws(self) -> bool:
         """Whether any block of any stage draws random numbers by key: all share the seed then."""
-        return self.others_draw or any(ref.kind == "scalar" and ref.name in KEYS for call in self.calls for ref in call.reads)
+        return self.others_draw or draws_by_key(self.calls)
 
     @cached_property
     def differentiable(self) -> frozenset[str]:
@@ -321,6 +321,11 @@ class Program:
         return frozenset(
             call.writes[index] for call in self.calls if self.functions[call.function].backward for index in self.functions[call.function].tangents
         )
+
+
+def draws_by_key(calls: Iterable[Call]) -> bool:
+    """Whether any of these blocks draws random numbers by key."""
+    return any(ref.kind == "scalar" and ref.name in KEYS for call in calls for ref in call.reads)
 
 
 def read_again(call: Call, function: Function) -> list[Ref]:

@@ -14,10 +14,9 @@ from partitioner import Plan, PlanError, auto_parallelize, make_plan
 from partitioner.errors import ConstraintError, InfeasibleError, InputError, NonFiniteError, PartitionerError, ProgramError
 from partitioner.runtime.check import check
 from partitioner.runtime.program import Instruction, Program
-from partitioner.runtime.text import instruction_text, parse_program, program_text
 from partitioner.schedules import ASYNCHRONOUS, NAMES, Turn, in_flight, makespan, repeated, schedule
 from tests import ranks
-from tests.test_pipeline import Skip, drop, lowered, sabotaged, square, stack
+from tests.test_pipeline import Skip, check_texts, drop, lowered, sabotaged, square, stack
 
 STEPS = 5
 ASKED: dict[str, Any] = {"schedule": "2bw", "pp": 2, "micro_batches": 2}
@@ -268,9 +267,7 @@ LOSS on reduce bytes 4
 
 
 def test_the_programs_of_two_stages_are_these() -> None:
-    for program, text in zip(lowered(stack(4), 2, **ASKED), TWO_STAGES, strict=True):
-        assert "\n" + "".join(f"{instruction_text(instruction)}\n" for instruction in program.instructions) == text
-        assert parse_program(program_text(program))[0] == program.instructions
+    check_texts(lowered(stack(4), 2, **ASKED), TWO_STAGES)
 
 
 def test_all_stages_share_the_seed_where_one_of_them_draws() -> None:

@@ -99,11 +99,15 @@ LOSS on reduce bytes 4
 )
 
 
-def test_the_programs_of_two_stages_are_these() -> None:
-    programs = lowered(stack(4), 2, pp=2, micro_batches=2)
-    for program, text in zip(programs, TWO_STAGES, strict=True):
+def check_texts(programs: list[Program], texts: tuple[str, ...]) -> None:
+    """The programs are these texts, which can be read back."""
+    for program, text in zip(programs, texts, strict=True):
         assert "\n" + "".join(f"{instruction_text(instruction)}\n" for instruction in program.instructions) == text
         assert parse_program(program_text(program))[0] == program.instructions
+
+
+def test_the_programs_of_two_stages_are_these() -> None:
+    check_texts(lowered(stack(4), 2, pp=2, micro_batches=2), TWO_STAGES)
 
 
 def test_a_value_goes_straight_to_the_stage_that_reads_it_and_its_gradient_back() -> None:
