@@ -158,6 +158,15 @@ class _Names:
         return self._names[node]
 
 
+def _running(target: Any) -> Any:
+    """The op that runs for an op of the graph.
+
+    A view was recorded where fake tensors could be viewed. Some kernels lay their results out otherwise than their fake ones do, and one device's
+    otherwise than another's: a reshape is a view wherever it can be, and else a copy.
+    """
+    return torch.ops.aten.reshape.default if target is torch.ops.aten.view.default else target
+
+
 def _op_name(target: Any) -> str:
     namespace, name = target._schema.name.split("::")
     overload = target._overloadname
@@ -171,7 +180,8 @@ def _op_path(target: Any) -> str:
 
 def _function(name: str, graph: fx.Graph, ops: dict[str, str], title: str) -> str:
     lines = schedule(graph)
-    called = {_op_name(line.op.target): _op_path(line.op.target) for line in lines if line.op is not None}
+    running = [_running(line.op.target) for line in lines if line.op is not None]
+    called = {_op_name(op): _op_path(op) for op in running}
     ops.update(called)
     names = _Names(graph, called)
     text = ["@torch.no_grad()", f"def {name}(arguments):", f"    # {title}"]
@@ -181,13 +191,13 @@ def _function(name: str, graph: fx.Graph, ops: dict[str, str], title: str) -> st
         text += [f"        {names[node]},  # {_about(node)}" for node in arguments]
         text += ["    ) = arguments", "    arguments.clear()"]
     text += _delete([names[n] for n in lines[0].deleted])
-    for line in lines[1:]:
+    for line, op in zip(lines[1:], running, strict=True):
         assert line.op is not None
         bound = [names[n] if n is not None else "_" for n in line.bound]
         left = ", ".join(bound) + ("," if isinstance(line.op.meta["val"], tuple) and len(bound) == 1 else "")
         given = [_literal(a, names) for a in line.op.args] + [f"{k}={_literal(v, names)}" for k, v in line.op.kwargs.items()]
         about = "  ".join(filter(None, [", ".join(_shape(n) for n in line.bound if n is not None), line.op.meta.get("module") or ""]))
-        text.append(f"    {left} = {_op_name(line.op.target)}({', '.join(given)})" + (f"  # {about}" if about else ""))
+        text.append(f"    {left} = {_op_name(op)}({', '.join(given)})" + (f"  # {about}" if about else ""))
         text += _delete([names[n] for n in line.deleted] + (["_"] if "_" in bound else []))
     results = [names[n] for n in _results(graph)]
     text.append(f"    return ({', '.join(results)}{',' if len(results) == 1 else ''})")

@@ -52,12 +52,27 @@ class Gather(nn.Module):
         return torch.cumsum(picked, 1) * picked.amax(-1, keepdim=True) + F.pad(picked, (0, 0, 1, -1))
 
 
+class Transposed(nn.Module):
+    """The backward kernels of what reads a transposed tensor lay their results out otherwise than their fake ones do."""
+
+    def __init__(self, read: nn.Module) -> None:
+        super().__init__()
+        self.first, self.read, self.last = nn.Linear(6, 8), read, nn.Linear(4, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(self.read(self.first(x).transpose(1, 2)))  # type: ignore[no-any-return]
+
+
 def squares(out: Tensor) -> Tensor:
     return out.square().sum()
 
 
 def cross_entropy(out: Tensor) -> Tensor:
     return F.cross_entropy(out.flatten(0, 1), out.argmax(-1).flatten().remainder(3), reduction="sum")
+
+
+def transposed_error(out: Tensor) -> Tensor:
+    return F.mse_loss(out.transpose(1, 2), out.detach().transpose(1, 2).contiguous().tanh(), reduction="sum")
 
 
 CONV = (nn.Conv2d(3, 8, 3, padding=1), nn.GroupNorm(2, 8), nn.SiLU(), nn.MaxPool2d(2), nn.Conv2d(8, 8, 3, stride=2), nn.Flatten(), nn.Linear(72, 4))
@@ -68,6 +83,10 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], Callable[[], Tensor], Callable[
     "conv": (lambda: nn.Sequential(*CONV), lambda: torch.randn(5, 3, 14, 14), squares),
     "embedding": (lambda: nn.Sequential(nn.Embedding(9, 6), nn.Linear(6, 9)), lambda: torch.randint(0, 9, (5, 4)), cross_entropy),
     "recurrent": (Recurrent, lambda: torch.randn(5, 3, 6), squares),
+    "elu": (lambda: Transposed(nn.ELU()), lambda: torch.randn(5, 4, 6), squares),
+    "log_softmax": (lambda: Transposed(nn.LogSoftmax(1)), lambda: torch.randn(5, 4, 6), squares),
+    "norm": (lambda: Transposed(nn.LayerNorm(4)), lambda: torch.randn(5, 4, 6), squares),
+    "error": (lambda: nn.Sequential(nn.Linear(6, 8), nn.Linear(8, 3)), lambda: torch.randn(5, 4, 6), transposed_error),
     "gather": (Gather, lambda: torch.randint(0, 7, (5, 4)), squares),
 }
 

@@ -28,12 +28,12 @@ aten_mm = torch.ops.aten.mm.default
 aten_mul_Scalar = torch.ops.aten.mul.Scalar
 aten_mul__Tensor = torch.ops.aten.mul_.Tensor
 aten_pow_Tensor_Scalar = torch.ops.aten.pow.Tensor_Scalar
+aten_reshape = torch.ops.aten.reshape.default
 aten_sum = torch.ops.aten.sum.default
 aten_sum_dim_IntList = torch.ops.aten.sum.dim_IntList
 aten_t = torch.ops.aten.t.default
 aten_tanh_ = torch.ops.aten.tanh_.default
 aten_tanh_backward = torch.ops.aten.tanh_backward.default
-aten_view = torch.ops.aten.view.default
 
 
 @torch.no_grad()
@@ -46,13 +46,13 @@ def small_forward(arguments):
         rows,  # scalar
     ) = arguments
     arguments.clear()
-    view = aten_view(args_0, [rows * 4, 6])  # [rows*4, 6] f32  0
+    view = aten_reshape(args_0, [rows * 4, 6])  # [rows*4, 6] f32  0
     del args_0
     t = aten_t(weight)  # [6, 8] f32  0
     del weight
     addmm = aten_addmm(bias, view, t)  # [rows*4, 8] f32  0
     del bias, view, t
-    view_1 = aten_view(addmm, [rows, 4, 8])  # [rows, 4, 8] f32  0
+    view_1 = aten_reshape(addmm, [rows, 4, 8])  # [rows, 4, 8] f32  0
     del rows, addmm
     tanh = aten_tanh_(view_1)  # [rows, 4, 8] f32  1
     del view_1
@@ -76,13 +76,13 @@ def small_backward(arguments):
     arguments.clear()
     expand = aten_expand(tangent_0, [rows, 4, 8])  # [rows, 4, 8] f32
     del tangent_0
-    view = aten_view(args_0, [rows * 4, 6])  # [rows*4, 6] f32  0
+    view = aten_reshape(args_0, [rows * 4, 6])  # [rows*4, 6] f32  0
     del args_0
     t = aten_t(weight)  # [6, 8] f32  0
     del weight
     addmm = aten_addmm(bias, view, t)  # [rows*4, 8] f32  0
     del bias, t
-    view_1 = aten_view(addmm, [rows, 4, 8])  # [rows, 4, 8] f32  0
+    view_1 = aten_reshape(addmm, [rows, 4, 8])  # [rows, 4, 8] f32  0
     del addmm
     tanh = aten_tanh_(view_1)  # [rows, 4, 8] f32  1
     del view_1
@@ -91,14 +91,14 @@ def small_backward(arguments):
     del expand, mul_1
     tanh_backward = aten_tanh_backward(mul_2, tanh)  # [rows, 4, 8] f32  1
     del tanh, mul_2
-    view_2 = aten_view(tanh_backward, [rows * 4, 8])  # [rows*4, 8] f32  0
+    view_2 = aten_reshape(tanh_backward, [rows * 4, 8])  # [rows*4, 8] f32  0
     del rows, tanh_backward
     t_1 = aten_t(view_2)  # [8, rows*4] f32  0
     mm = aten_mm(t_1, view)  # [8, 6] f32  0
     del view, t_1
     sum_2 = aten_sum_dim_IntList(view_2, [0], True)  # [1, 8] f32  0
     del view_2
-    view_3 = aten_view(sum_2, [8])  # [8] f32  0
+    view_3 = aten_reshape(sum_2, [8])  # [8] f32  0
     del sum_2
     return (mm, view_3)
 '''
@@ -127,7 +127,7 @@ def test_the_text_alone_makes_the_functions() -> None:
 def test_one_file_holds_all_functions_and_each_op_once() -> None:
     first, second = small("first"), small("second")
     text = emit_source_file([first, second])
-    assert text.count("aten_view = ") == 1 and text.count("import torch\n") == 1
+    assert text.count("aten_reshape = ") == 1 and text.count("import torch\n") == 1
     assert text == GOLDEN.replace("small", "first") + "\n\n" + GOLDEN.split("\n\n\n", 1)[1].replace("small", "second")
     namespace: dict[str, Any] = {}
     exec(text, namespace)

@@ -69,7 +69,7 @@ def small_backward_weight(arguments):
     del x, scale
     mm_1 = aten_mm(t_1, mul)  # [4, 6] f32
     del t_1, mul
-    view = aten_view(sum_1, [6])  # [6] f32
+    view = aten_reshape(sum_1, [6])  # [6] f32
     del sum_1
     return (view, mm_1)
 """
