@@ -1,10 +1,10 @@
 """Seconds of an op as the device at hand runs it: each distinct call (op, shapes, strides, numbers) timed once, and remembered.
 
 A formula with a few figures a machine misses what decides on a CPU: caches, kernels that like some shapes and not others. What is timed is the
-middle of a few runs, as a step has good and bad ones; beside as many busy threads as other ranks share the machine (`neighbours.py`); and on
-tensors that take turns, because in a step a tensor has left the nearest cache when it is read again. An op that formulas price at more than
-`PATIENCE_SECONDS`, that communicates, or that cannot be called on made-up tensors keeps its formula. So does the step of an optimizer elsewhere
-than on a CPU.
+middle of a few runs, as a step has good and bad ones; beside as many busy threads as other ranks share the machine (`neighbours.py`); at a CPU's
+usual pace (`pace.py`); and on tensors that take turns, because in a step a tensor has left the nearest cache when it is read again. An op that
+formulas price at more than `PATIENCE_SECONDS`, that communicates, or that cannot be called on made-up tensors keeps its formula. So does the step
+of an optimizer elsewhere than on a CPU.
 """
 
 import json
@@ -25,6 +25,7 @@ from partitioner.calibrate import cache_folder, machine_key, settle
 from partitioner.errors import ClusterError
 from partitioner.files import read_text, write_text
 from partitioner.neighbours import Neighbours
+from partitioner.pace import Pace
 from partitioner.passes.layout import at_rows
 from partitioner.passes.unify import Linear
 from partitioner.runtime.optimizer_bytes import Shapes, prepared_step
@@ -34,6 +35,7 @@ _FEWEST, _MOST, _ENOUGH_SECONDS = 5, 13, 0.01  # runs of a call; no more once th
 _CACHE_BYTES, _MOST_COPIES = 2**26, 32  # tensors that take turns are to be more than caches hold that ranks share
 _MOST_BYTES = 2**30
 _FILE_BYTES, _ENTRIES = 16 * 2**20, 50_000
+_PACE = "the usual pace"  # where it stands among the seconds that are remembered
 
 
 class OpTimes:
@@ -45,6 +47,8 @@ class OpTimes:
         self._path = cache_folder() / f"ops-{machine_key(device.type, neighbours)}.json"
         self._known: dict[str, float] | None = None
         self._new = False
+        self._clock = time.thread_time if device.type == "cpu" and torch.get_num_threads() == 1 else time.perf_counter
+        self._pace = Pace(self._clock) if device.type == "cpu" else None
 
     def seconds(self, node: fx.Node, rows: int | None, expected: float) -> float:
         """Seconds of a call_function node at so many rows; `expected`, what formulas say, where it is not timed."""
@@ -106,19 +110,35 @@ class OpTimes:
         One CPU thread is timed by its own clock, which stands still while other processes have the core.
         """
         burst = 1 if self.device.type == "cpu" else 10
-        clock = time.thread_time if self.device.type == "cpu" and torch.get_num_threads() == 1 else time.perf_counter
+        usual = self.usual_pace()
         found: list[float] = []
+        spent = 0.0
         results = [run() for run in runs]  # kept until their turn comes again: a step does not write where it has just written
         settle(self.device)
         with self._neighbours.busy():
-            while len(found) < _FEWEST or (len(found) < _MOST and sum(found) < _ENOUGH_SECONDS):
+            while len(found) < _FEWEST or (len(found) < _MOST and spent < _ENOUGH_SECONDS):
                 turn = len(found) % len(runs)
-                start = clock()
+                pace = usual / self._pace.now() if self._pace else 1.0
+                start = self._clock()
                 for _ in range(burst):
                     results[turn] = runs[turn]()
                 settle(self.device)
-                found.append((clock() - start) / burst)
+                seconds = self._clock() - start
+                found.append(pace * seconds / burst)
+                spent += seconds
         return median(found)
+
+    def usual_pace(self) -> float:
+        """Seconds of the product that tells a CPU's pace, as they usually are: listened for once on a machine. 1 elsewhere."""
+        if self._pace is None:
+            return 1.0
+        if self._pace.usual is None:
+            known = self._remembered()
+            if known.get(_PACE, 0.0) <= 0.0:
+                known[_PACE] = self._pace.listen(self._neighbours)
+                self._new = True
+            self._pace.usual = known[_PACE]
+        return self._pace.usual
 
 
 def _copies(size: int) -> int:

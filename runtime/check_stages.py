@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from partitioner.errors import ProgramError
-from partitioner.runtime.clock import Asked, Hang, Line, Route, Tracer, play, route_of
+from partitioner.runtime.clock import Asked, Hang, Line, Meeting, Route, Tracer, play, route_of
 from partitioner.runtime.player import Player
 from partitioner.runtime.program import Function, Half, Instruction, Program, Ref, Slice, Unit, Wire
 from partitioner.runtime.steps import STEPS, Steps, unrolled
@@ -157,6 +157,8 @@ def grid(programs: Sequence[Program], at: dict[int, int]) -> str:
 
 
 def _route(route: Any) -> str:
+    if isinstance(route, Meeting):
+        return f"the others at {route.text}"
     if not isinstance(route, Route):
         return str(route)
     return f"{'the gradient of ' if route.gradient else ''}{route.name} of micro-batch {route.mb} from stage {route.source} to {route.target}"

@@ -8,7 +8,8 @@ A `Tracer` notes of every instruction what it awaits, as the player asks for it.
     stage 1    ──────┴─F0───                arrives once it is asked for; whoever reads it waits for that
 
 Communication waits for the compute issued before it, because a collective reads what that compute wrote; the end of the step waits for all.
-A message is a rendezvous: where nobody ever asks for it, whoever awaits it hangs, and `play` says who.
+A message is a rendezvous: where nobody ever asks for it, whoever awaits it hangs, and `play` says who. So is what several stages do together (the sum
+of the loss, of a tied gradient; results that one of them computes): it begins when the last of them has come to it.
 
 Where ranks outnumber the cores of their machine, those that compute share them evenly: with 4 ranks on 2 cores one alone computes as fast as two, and
 four at once half as fast. So all are played in one order of time, and what has been computed is counted in work, not in seconds.
@@ -35,9 +36,20 @@ class Route(NamedTuple):
     gradient: bool
 
 
+class Meeting(NamedTuple):
+    """What several stages do together: an instruction, and the number of its batch's first micro-batch."""
+
+    stages: tuple[int, ...]
+    text: str
+    first: int
+
+
 @dataclass
 class Line:
-    """An instruction in time. awaits: what must be there before it starts; brings: what it helps to be there, unless that is a message."""
+    """An instruction in time. awaits: what must be there before it starts; brings: what it helps to be there, unless that is a message.
+
+    meets: what it does together with other stages.
+    """
 
     stream: str
     text: str
@@ -46,6 +58,7 @@ class Line:
     brings: Hashable = None
     message: Route | None = None
     sends: bool = False
+    meets: Meeting | None = None
 
 
 @dataclass
@@ -87,16 +100,29 @@ class Tracer:
         self.program = program
         self.lines: list[Line] = [] if before is None else before.lines
         self.first: int = 0 if before is None else before.first + len(program.rows)
+        self._meetings: list[Meeting] = []
 
     def begin(self, instruction: Instruction) -> None:
         line = Line(instruction.stream, instruction_text(instruction), instruction.seconds)
         if instruction.op in ("GATHER", "REFRESH"):
             line.brings = instruction.unit
-        elif instruction.op in ("REDUCE", "TIE", "LOSS"):
+        elif instruction.op == "REDUCE" or (instruction.op == "LOSS" and self.program.stages == 1):
             line.brings = self._results
+        elif together := self._together(instruction):
+            line.meets = Meeting(together, line.text, self.first)
+            awaited_by = self._meetings if instruction.op in ("LOSS", "TIE") else line.awaits
+            awaited_by.append(line.meets)
         elif instruction.op in ("SEND", "RECV", "SEND_GRADIENT", "RECV_GRADIENT"):
             line.message, line.sends = self.route(instruction), instruction.op.startswith("SEND")
         self.lines.append(line)
+
+    def _together(self, instruction: Instruction) -> tuple[int, ...]:
+        """The stages that run an instruction together, those of this program included; none where it stays inside its stage."""
+        program, op = self.program, instruction.op
+        if op == "TIE" and instruction.unit is not None:
+            return program.unit_numbered[instruction.unit].stages
+        shares = {"LOSS": True, "EPILOGUE": bool(program.homes), "COMMIT": bool(program.homes), "OUTPUT": True}.get(op, False)
+        return tuple(range(program.stages)) if shares and program.stages > 1 else ()
 
     @property
     def _results(self) -> Hashable:
@@ -116,6 +142,8 @@ class Tracer:
     def finish(self) -> None:
         """Await what this batch's reductions bring."""
         self.wait(self._results)
+        for meeting in self._meetings:
+            self.wait(meeting)
 
 
 def play(ranks: Sequence[Sequence[Line]], overlap: bool, share: float = 1.0) -> list[Times]:
@@ -129,18 +157,18 @@ def play(ranks: Sequence[Sequence[Line]], overlap: bool, share: float = 1.0) -> 
     now = work = 0.0  # seconds, and the work that whoever computes has done in them: seconds at `share` of a core
     computing: list[tuple[float, int]] = []  # (work at its end, rank)
     waiting: list[tuple[float, int]] = []  # (time, rank)
-    blocked: dict[Route, list[int]] = {}
+    blocked: dict[Route | Meeting, list[int]] = {}
     ready = list(range(len(players)))
     while True:
         for index in ready:
             want = next(runs[index], None)
-            if isinstance(want, Route):
+            if isinstance(want, Route | Meeting):
                 blocked.setdefault(want, []).append(index)
             elif isinstance(want, _Compute):
                 heapq.heappush(computing, (work + want.seconds, index))
             elif want is not None:
                 heapq.heappush(waiting, (want, index))
-        ready = [index for route in post.complete() for index in blocked.pop(route, ())]
+        ready = [index for what in post.complete() for index in blocked.pop(what, ())]
         if ready:
             continue
         speed = min(1 / share, len(players) / max(1, len(computing)))
@@ -156,7 +184,7 @@ def play(ranks: Sequence[Sequence[Line]], overlap: bool, share: float = 1.0) -> 
         now = players[index].now = then
         ready = [index]
     if blocked:
-        raise Hang({index: (players[index].at, route) for route, held in blocked.items() for index in held})
+        raise Hang({index: (players[index].at, what) for what, held in blocked.items() for index in held})
     return [player.times for player in players]
 
 
@@ -172,13 +200,14 @@ class Hang(ProgramError):
 
 
 class _Post:
-    """Messages: when they were offered, when they were asked for, and from both when they arrive."""
+    """Messages: when they were offered, when they were asked for, and from both when they arrive. Meetings: when they are over."""
 
     def __init__(self) -> None:
-        self.arrivals: dict[Route, float] = {}
+        self.arrivals: dict[Route | Meeting, float] = {}
         self._offered: dict[Route, tuple[float, float]] = {}  # start, seconds
         self._asked: dict[Route, float] = {}
-        self._fresh: list[Route] = []
+        self._joined: dict[Meeting, list[float]] = {}
+        self._fresh: list[Route | Meeting] = []
 
     def offer(self, route: Route, start: float, seconds: float) -> None:
         self._offered[route] = (start, seconds)
@@ -188,8 +217,15 @@ class _Post:
         self._asked[route] = at
         self._meet(route)
 
-    def complete(self) -> list[Route]:
-        """The messages that have both ends since the last call."""
+    def join(self, meeting: Meeting, start: float, seconds: float) -> None:
+        came = self._joined.setdefault(meeting, [])
+        came.append(start)
+        if len(came) == len(meeting.stages):
+            self.arrivals[meeting] = max(came) + seconds
+            self._fresh.append(meeting)
+
+    def complete(self) -> list[Route | Meeting]:
+        """The messages that have both ends, and the meetings that all have come to, since the last call."""
         fresh, self._fresh = self._fresh, []
         return fresh
 
@@ -215,23 +251,31 @@ class _Rank:
         self.times = Times()
         self._streams: dict[str, float] = {}
         self._there: dict[Hashable, float] = {}
+        self._later: dict[Hashable, Line] = {}  # meetings under way that are awaited later
 
-    def run(self) -> Iterator["_Compute | Route | float"]:
-        """Play line by line. Yields work to do, a message to await, or a time; whoever plays sets `now` and comes back."""
+    def run(self) -> Iterator["_Compute | Route | Meeting | float"]:
+        """Play line by line. Yields work to do, a message or meeting to await, or a time; whoever plays sets `now` and comes back."""
         for at, line in enumerate(self.lines):
             self.at, awaited = at, 0.0
+            if line.meets is not None:
+                self._meet(line, line.meets)
             for what in line.awaits:
-                if not isinstance(what, Route):
+                if not isinstance(what, Route | Meeting):
                     awaited = max(awaited, self._there.get(what, 0.0))
                     continue
                 while what not in self.post.arrivals:
                     yield what
-                awaited = max(awaited, self.post.arrivals[what])
+                there = self.post.arrivals[what]
+                awaited = max(awaited, there)
+                if (later := self._later.pop(what, None)) and later.seconds:
+                    self.times.events.append((later.stream, later.text, there - later.seconds, there))
             self.times.issued.append(max(self.now, *self._streams.values(), 0.0) if line.stream == "end" else self.now)
             here = line.stream in ("compute", "end") or not self.overlap
             if awaited > self.now and (here or line.message is not None):
                 yield awaited
             start = self.now
+            if line.meets in self._later:
+                continue
             if line.message is not None and not line.sends:
                 self.post.ask(line.message, self.now)
                 continue
@@ -250,3 +294,11 @@ class _Rank:
             if line.seconds:
                 self.times.events.append((line.stream, line.text, start, end))
         self.times.end = max(self.now, *self._streams.values(), 0.0)
+
+    def _meet(self, line: Line, meeting: Meeting) -> None:
+        """Come to a meeting, which takes the line's time where it is awaited later: else that is what is computed from its results."""
+        if meeting in line.awaits:
+            self.post.join(meeting, self.now, 0.0)
+        else:
+            self._later[meeting] = line
+            self.post.join(meeting, max(self.now, self._streams.get(line.stream, 0.0)), line.seconds)

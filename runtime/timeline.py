@@ -14,6 +14,7 @@ from partitioner.runtime.simulator import OPTIMIZER, Moment, Simulation
 from partitioner.runtime.text import parse_instruction
 
 STREAMS = ("compute", "gather", "reduce", "send", "copy")
+_TOGETHER = ("LOSS", "TIE")  # what all stages that take part wait for
 
 
 @dataclass(frozen=True)
@@ -59,9 +60,9 @@ class Timeline:
 
     @property
     def bubble_seconds(self) -> float:
-        """Seconds of the step in which nothing is under way here but messages: other stages are waited for."""
+        """Seconds of the step in which nothing is under way here but what needs other stages: they are waited for."""
         waits, at = 0.0, 0.0
-        for start, end in sorted((start, end) for stream, _, start, end in self.events if stream != "send"):
+        for start, end in sorted((start, end) for stream, text, start, end in self.events if stream != "send" and not text.startswith(_TOGETHER)):
             waits, at = waits + max(0.0, start - at), max(at, end)
         return waits + max(0.0, self.step_seconds - at)
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from partitioner.runtime.clock import Hang, Line, Route, play
+from partitioner.runtime.clock import Hang, Line, Meeting, Route, play
 
 
 def test_the_clock_says_who_waits_for_whom() -> None:
@@ -17,6 +17,30 @@ def test_the_clock_says_who_waits_for_whom() -> None:
     with pytest.raises(Hang) as hang:
         play([[take, Line("compute", "BACKWARD", 2.0, awaits=[back]), give], one], overlap=True)
     assert hang.value.stuck == {0: (1, back), 1: (1, there)}
+
+
+def test_what_stages_do_together_begins_when_the_last_has_come() -> None:
+    both = (0, 1)
+    loss, totals = Meeting(both, "LOSS", 0), Meeting(both, "EPILOGUE", 0)
+
+    def stage(seconds: float) -> list[Line]:
+        """The loss is awaited at the end, totals at once."""
+        return [
+            Line("compute", "FORWARD", seconds),
+            Line("reduce", "LOSS", 0.5, meets=loss),
+            Line("compute", "FORWARD", 1.0),
+            Line("compute", "EPILOGUE", 0.25, awaits=[totals], meets=totals),
+            Line("end", "FINISH", 0.0, awaits=[loss]),
+        ]
+
+    for overlap in (False, True):
+        slow, quick = play([stage(6.0), stage(2.0)], overlap)
+        assert slow.end == quick.end == 7.25
+        assert ("compute", "EPILOGUE", 7.0, 7.25) in quick.events and ("reduce", "LOSS", 6.0, 6.5) in quick.events
+        assert quick.issued[2] == 2.0  # it goes on meanwhile
+    with pytest.raises(Hang) as hang:
+        play([stage(6.0), [line for line in stage(2.0) if line.text != "EPILOGUE"]], overlap=True)
+    assert hang.value.stuck == {0: (3, totals)}
 
 
 def test_ranks_that_outnumber_the_cores_share_them() -> None:
