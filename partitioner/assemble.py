@@ -137,7 +137,7 @@ def _saved_set(prepared: Prepared, cls: str, decision: Decision, point: Point, m
     function = prepared.function(cls, decision.saved)
     rows = -(-prepared.typical_rows // micro_batches)
     joint = prepared.joint(cls)
-    part = rows / joint.rows if joint.rows else 1.0
+    part = rows / prepared.typical_rows if joint.rows else 1.0
     return plans.SavedSet(
         values=tuple(sorted(decision.saved)),
         bytes=round(point.saved_bytes * part),

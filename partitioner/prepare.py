@@ -6,12 +6,12 @@ Graph → dims → batch → place → blocks → (per class, on demand) joint �
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
-from hashlib import sha256
 from typing import Any
 
 from torch import Tensor, fx
 
 from partitioner.errors import BatchError, PlanError
+from partitioner.functions import Functions, Made
 from partitioner.passes.batch import Batch, Fit, infer, told
 from partitioner.passes.block import BlockClass, BlockFunction, Blocks, Port
 from partitioner.passes.blocks import Homes
@@ -20,10 +20,10 @@ from partitioner.passes.differentiate import Joint, differentiate
 from partitioner.passes.dims import Cut, analyse
 from partitioner.passes.emit import emit
 from partitioner.passes.graph import Graph
-from partitioner.passes.halves import HalfGraphs, halve
 from partitioner.passes.own_rows import pair_rows
 from partitioner.passes.place import Placed, place, unplaced
 from partitioner.passes.remat_encode import communications, draws, encode
+from partitioner.passes.remat_problem import RematProblem
 from partitioner.passes.rematerialize import Point, frontier, price
 from partitioner.passes.split import split
 from partitioner.runtime.program import Slice
@@ -64,12 +64,13 @@ class Prepared:
     typical_rows: int
     keyed: bool
     seconds: Seconds
+    functions: Functions
     _joints: dict[str, Joint] = field(default_factory=dict)
-    _functions: dict[tuple[str, frozenset[str], bool], BlockFunction] = field(default_factory=dict)
+    _made: dict[tuple[str, frozenset[str], bool], Made] = field(default_factory=dict)
+    _named: dict[tuple[str, bool], Made] = field(default_factory=dict)
     _frontiers: dict[str, tuple[Point, ...]] = field(default_factory=dict)
-    _graphs: dict[str, tuple[fx.Graph, fx.Graph | None]] = field(default_factory=dict)
-    _halves: dict[str, HalfGraphs] = field(default_factory=dict)
     _prices: dict[tuple[str, str, int], float] = field(default_factory=dict)
+    _ops: dict[tuple[str, str, int], float] = field(default_factory=dict)
 
     @cached_property
     def slices(self) -> tuple[Slice, ...]:
@@ -84,7 +85,7 @@ class Prepared:
     def joint(self, cls: str) -> Joint:
         """The class's forward and backward in one graph."""
         if cls not in self._joints:
-            self._joints[cls] = differentiate(self.blocks.classes[cls], self.typical_rows)
+            self._joints[cls] = self.functions.joint(self.blocks.classes[cls])
         return self._joints[cls]
 
     def free(self, cls: str) -> frozenset[str]:
@@ -101,12 +102,8 @@ class Prepared:
     def frontier(self, cls: str, limit: int) -> tuple[Point, ...]:
         """Pareto-optimal saved sets by ascending bytes; a single empty one where nothing is differentiated."""
         if cls not in self._frontiers:
-            joint = self.joint(cls)
-            if not joint.gradients:
-                self._frontiers[cls] = (Point(frozenset(), 0, 0.0),)
-            else:
-                problem = encode(joint, self._typically(joint), self.free(cls), self.keep(cls))
-                self._frontiers[cls] = frontier(problem, limit)
+            none = (Point(frozenset(), 0, 0.0),)
+            self._frontiers[cls] = frontier(self._problem(cls), limit) if self.joint(cls).gradients else none
         return self._frontiers[cls]
 
     def point(self, cls: str, saved: frozenset[str], label: str) -> Point:
@@ -119,7 +116,7 @@ class Prepared:
                 f"block {label!r} cannot save {unknown[0]!r}: it computes no such value; the plan was edited, or made with another version"
             )
         try:
-            return price(encode(joint, self._typically(joint), self.free(cls), self.keep(cls)), saved)
+            return price(self._problem(cls), saved)
         except ValueError as error:
             raise PlanError(f"block {label!r} cannot run its backward from the planned saved values: {error}") from error
 
@@ -132,53 +129,59 @@ class Prepared:
             return frozenset()
         if saved <= set(joint.nodes):
             try:
-                return price(encode(joint, self._typically(joint), self.free(cls), self.keep(cls)), saved).saved
+                return price(self._problem(cls), saved).saved
             except ValueError:
                 pass
         points = self.frontier(cls, limit)
         budget = share * points[-1].saved_bytes
         return max((p for p in points if p.saved_bytes <= budget), key=lambda p: p.saved_bytes, default=points[0]).saved
 
-    def _typically(self, joint: Joint) -> Callable[[fx.Node], float]:
-        return lambda node: self.seconds(node, joint.rows, joint.rows)
+    def _problem(self, cls: str) -> RematProblem:
+        """What to save of a class, at the typical row count."""
+        joint = self.joint(cls)
+        rows = None if joint.rows is None else self.typical_rows
+        return encode(joint, lambda node: self._op(joint, node, self.typical_rows), self.free(cls), self.keep(cls), rows=rows)
 
     def price(self, function: BlockFunction, backward: bool, rows: int) -> float:
         """Seconds of a function's forward or backward on so many rows."""
         if any(once is not None and function is once.function for once in (self.prologue, self.epilogue)):
             return 0.0
-        return self._price(function, "backward" if backward else "forward", self._graphs[function.name][backward], rows)
+        made = self._named[function.name, function.halves is not None]
+        return self._price(made, "backward" if backward else "forward", made.backward if backward else made.forward, rows)
 
     def price_half(self, function: BlockFunction, weight: bool, rows: int) -> float:
         """Seconds of the input half or the weight half of a function that was made with halves; 0.0 where there is no such half."""
-        if function.halves is None:
+        made = self._named[function.name, True] if function.halves is not None else None
+        if made is None or made.halves is None:
             return 0.0
-        halves = self._halves[function.name]
-        if halves.weight is None and not weight:
+        if made.halves.weight is None and not weight:
             return self.price(function, True, rows)
-        return self._price(function, "weight" if weight else "input", halves.weight if weight else halves.input, rows)
+        return self._price(made, "weight" if weight else "input", made.halves.weight if weight else made.halves.input, rows)
 
-    def _price(self, function: BlockFunction, part: str, graph: fx.Graph | None, rows: int) -> float:
-        key = (function.name, part, rows)
+    def _price(self, made: Made, part: str, graph: fx.Graph | None, rows: int) -> float:
+        key = (made.function.name, part, rows)
         if key not in self._prices:
-            joint = self._joints[function.name.split("__")[0]]
-            at = None if joint.rows is None else rows
             nodes = [] if graph is None else [node for node in graph.nodes if node.op == "call_function"]
-            self._prices[key] = sum(self.seconds(node, at, joint.rows) for node in nodes)
+            if part in ("forward", "backward"):  # whose ops are the joint graph's, under the same names
+                self._prices[key] = sum(self._op(made.joint, made.joint.nodes[node.name], rows) for node in nodes)
+            else:
+                self._prices[key] = sum(self.seconds(node, None if made.joint.rows is None else rows, made.joint.rows) for node in nodes)
         return self._prices[key]
+
+    def _op(self, joint: Joint, node: fx.Node, rows: int) -> float:
+        """Seconds of an op of a joint graph."""
+        key = (joint.name, node.name, rows)
+        if key not in self._ops:
+            self._ops[key] = self.seconds(node, None if joint.rows is None else rows, joint.rows)
+        return self._ops[key]
 
     def function(self, cls: str, saved: frozenset[str], halves: bool = False) -> BlockFunction:
         """The class split for a saved set and emitted; with `halves` its backward in two functions as well."""
         key = (cls, saved, halves)
-        if key not in self._functions:
-            # named by what is saved, not by when it was asked for: a plan gives the same text whether it was searched for or read from a file
-            name = f"{cls}__{sha256(repr(sorted(saved)).encode()).hexdigest()[:8]}" if saved else cls
-            ahead, back = split(self.joint(cls), saved, self.free(cls), self.keep(cls))
-            self._graphs[name] = (ahead.graph, back.graph if back else None)
-            parts = halve(self.joint(cls), back) if halves and back is not None else None
-            if parts is not None:
-                self._halves[name] = parts
-            self._functions[key] = emit(self.blocks.classes[cls], ahead, back, name, parts)
-        return self._functions[key]
+        if key not in self._made:
+            made = self._made[key] = self.functions.made(self.blocks.classes[cls], saved, self.free(cls), self.keep(cls), halves)
+            self._named[made.function.name, made.function.halves is not None] = made
+        return self._made[key].function
 
 
 def prepare(
@@ -192,11 +195,12 @@ def prepare(
     at_least: int = 1,
     homes: Homes | None = None,
     seconds: Seconds,
+    functions: Functions | None = None,
 ) -> Prepared:
     """Place the captured graph over `ranks`, and over micro-batches when `in_time`, and cut it into blocks, `at_least` so many if it can be.
 
     keyed: several ranks draw random numbers, by key. own_statistics: BatchNorm may normalise micro-batches by their own. homes: the stages that hold
-    a parameter, for blocks that follow them.
+    a parameter, for blocks that follow them. functions: what other preparations have made already.
 
     Raises BatchError where `batch_dim` contradicts the graph.
     """
@@ -223,7 +227,8 @@ def prepare(
     rows = 1 if total is None else -(-total // ranks)
     prologue = None if placed.prologue is None else _once(placed.prologue, rows, "prologue")
     epilogue = None if placed.epilogue is None else _once(placed.epilogue, None, "epilogue")
-    return Prepared(graph, placed, batch, cut_blocks(placed.graph, at_least, homes), prologue, epilogue, total, rows, keyed, seconds)
+    blocks = cut_blocks(placed.graph, at_least, homes)
+    return Prepared(graph, placed, batch, blocks, prologue, epilogue, total, rows, keyed, seconds, functions or Functions())
 
 
 def most_micro_batches(prepared: Prepared, ranks: int) -> int:

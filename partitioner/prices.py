@@ -8,6 +8,7 @@ from torch import fx
 from partitioner.cluster import Cluster
 from partitioner.cost import op_seconds, optimizer_seconds
 from partitioner.op_times import OpTimes
+from partitioner.passes.layout import value_at
 from partitioner.trial import Local
 
 
@@ -20,12 +21,11 @@ class Prices:
     optimizer: str
     times: OpTimes | None
 
-    def op(self, node: fx.Node, rows: int | None, typical: int | None) -> float:
-        """Formulas go with the rows, but for the launch."""
+    def op(self, node: fx.Node, rows: int | None, recorded: int | None) -> float:
+        """At so many rows, where the node's meta["val"] has `recorded` (None: it does not depend on them)."""
         seconds = op_seconds(node, self.cluster, self.ranks)
-        if rows and typical and seconds:
-            launch = self.cluster.launch_seconds
-            seconds = launch + (seconds - launch) * rows / typical
+        if rows and recorded and rows != recorded and seconds:
+            seconds = op_seconds(node, self.cluster, self.ranks, lambda source: value_at(source, rows))
         return self.times.seconds(node, rows, seconds) if self.times is not None else seconds
 
     def step(self, shapes: Sequence[Local]) -> float:

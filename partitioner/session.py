@@ -24,6 +24,7 @@ from partitioner.cost import accumulate_seconds
 from partitioner.errors import BatchError, CaptureError, ConstraintError, InputError, OptimizerError, PartitionerError, PlanError
 from partitioner.examples import example_call
 from partitioner.fingerprint import described, facts, fingerprint
+from partitioner.functions import Functions
 from partitioner.garbage import no_collection
 from partitioner.lower import Choice, Decision, lower
 from partitioner.op_times import OpTimes
@@ -55,19 +56,19 @@ _MOST_STAGES = 64  # and where the quickest is sought
 
 
 def _prepared(
-    graph: Graph, batch_dim: Any, prices: Prices, own_statistics: bool, ranks: int, in_time: bool, chunks: int = 1, homes: Homes | None = None
+    graph: Graph,
+    batch_dim: Any,
+    prices: Prices,
+    functions: Functions,
+    own_statistics: bool,
+    ranks: int,
+    in_time: bool,
+    chunks: int = 1,
+    homes: Homes | None = None,
 ) -> Prepared:
-    return prepare(
-        graph,
-        batch_dim=batch_dim,
-        ranks=ranks,
-        in_time=in_time,
-        keyed=ranks * chunks > 1,
-        own_statistics=own_statistics,
-        at_least=chunks,
-        homes=homes,
-        seconds=replace(prices, ranks=ranks).op,
-    )
+    seconds, keyed = replace(prices, ranks=ranks).op, ranks * chunks > 1
+    about = {"batch_dim": batch_dim, "own_statistics": own_statistics, "at_least": chunks, "homes": homes}
+    return prepare(graph, **about, ranks=ranks, in_time=in_time, keyed=keyed, seconds=seconds, functions=functions)
 
 
 def _dim(number: int | None) -> str:
@@ -153,6 +154,7 @@ class Session:
         self._taken_over = False
         self._graphs: dict[Hashable, Graph] = {}
         self._prepared: dict[Hashable, Prepared] = {}
+        self._functions = Functions()
         self._choice: Choice | None = None
         self._planned_for: Prepared | None = None
         self._planned: dict[str, tuple[Decision, float]] = {}  # block label -> its decision and the share of bytes that it saves
@@ -238,7 +240,7 @@ class Session:
                 held = self._made().pipeline.homes(planned.blocks.blocks)
                 homes = {name: held.get(name, (0,)) for name in self.shapes}
             graph, own = self._graph(request), self.batch_statistics == "micro_batch"
-            self._prepared[key] = _prepared(graph, self.batch_dim, self._prices, own, dp, in_time, chunks, homes)
+            self._prepared[key] = _prepared(graph, self.batch_dim, self._prices, self._functions, own, dp, in_time, chunks, homes)
         return self._prepared[key]
 
     # --- planning ----------------------------------------------------------------------------------------------
@@ -276,7 +278,7 @@ class Session:
             most = verdict.prepared.frontier(block.cls, FRONTIER_POINTS)[-1].saved_bytes
             self._planned.setdefault(block.label, (decision, point.saved_bytes / most if most else 1.0))
         own = self.batch_statistics == "micro_batch"
-        prepared = partial(_prepared, graph, self.batch_dim, self._prices, own)  # holds neither the session nor the model
+        prepared = partial(_prepared, graph, self.batch_dim, self._prices, self._functions, own)  # holds neither the session nor the model
         return assemble(self, verdict, Alternatives(replace(task, prepared=lambda _: verdict.prepared), verdict, prepared))
 
     def _task(self, request: Request, stages: int, fixed: Mapping[str, int]) -> Task:

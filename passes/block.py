@@ -1,6 +1,6 @@
 """What the passes hand to the driver: block classes, their instances, and each class as two functions with a footprint."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
 
 from torch import Tensor, fx
@@ -24,7 +24,7 @@ class BlockClass:
     gets a gradient, `tangents` lists the indices of the writes through which a gradient comes back. `scalars` maps the index of a read
     of kind "scalar" to its name (rows, start, key_local, key_shared, share, part). Tensor placeholders carry meta "val" (at the global shape),
     "cut" (dim, outer, inner; absent: not cut over the batch) and "kind" (of the port). A class that reads a cut tensor always reads the scalar
-    `rows` too.
+    `rows` too. structure: equal where classes are, whichever graph they were cut from; None: of no graph.
     """
 
     name: str
@@ -32,6 +32,7 @@ class BlockClass:
     wants: tuple[bool, ...]
     tangents: tuple[int, ...]
     scalars: dict[int, str]
+    structure: Hashable = field(default=None, compare=False)
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ block: the block's own number is part of the key of a draw at run time.
 
 import operator
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -78,7 +78,7 @@ def cut(graph: Graph, at_least: int = 1, homes: Homes | None = None) -> Blocks:
         members.append(draft)
         reads = tuple(_port(n, inputs) for n in draft.reads)
         blocks.append(Block(at, name, _title(unit), reads, tuple(n.name for n in draft.writes)))
-    classes = {name: _class(name, members, inputs) for name, members in folded.values()}
+    classes = {name: _class(name, key, members, inputs) for key, (name, members) in folded.items()}
     return Blocks(tuple(blocks), classes, tuple(_port(n, inputs) for n in results), tuple(groups) if homes is not None else ())
 
 
@@ -233,7 +233,7 @@ def _title(unit: Unit) -> str:
     return unit.label or "model"
 
 
-def _class(name: str, members: Sequence[_Draft], inputs: dict[fx.Node, Input]) -> BlockClass:
+def _class(name: str, key: Hashable, members: Sequence[_Draft], inputs: dict[fx.Node, Input]) -> BlockClass:
     """Build the module of a class from its first member; paths that differ between members show N instead of the layer's index."""
     draft = members[0]
     changing = _changing([m.unit.label for m in members])
@@ -265,7 +265,7 @@ def _class(name: str, members: Sequence[_Draft], inputs: dict[fx.Node, Input]) -
         if op.meta.get("cut") is not None:
             new.meta["cut"] = op.meta["cut"]
     graph.output(tuple(env[n] for n in draft.writes))
-    return BlockClass(name, module_of(graph), draft.wants, draft.tangents, scalars)
+    return BlockClass(name, module_of(graph), draft.wants, draft.tangents, scalars, key)
 
 
 def _changing(labels: Sequence[str]) -> set[int]:

@@ -4,8 +4,11 @@ A value that crosses a border is contiguous, or expanded (a stride of 0) where t
 made them.
 """
 
+import operator
 from collections.abc import Sequence
+from typing import Any
 
+import torch
 from torch import Tensor, fx
 
 from partitioner.errors import CaptureError
@@ -62,3 +65,14 @@ def at_rows(node: fx.Node, rows: int | None) -> tuple[tuple[int, ...], tuple[int
         if size.per_row and rows is not None:
             shape, stride = stretch(shape, stride, dim, size.at(rows))
     return shape, stride
+
+
+def value_at(node: fx.Node, rows: int) -> Any:
+    """What meta["val"] of a node of a joint graph is at another row count, tensors on meta; of several results, unpicked ones as they are."""
+    val = node.meta.get("val")
+    if isinstance(val, Tensor) and any(size.per_row for size in node.meta.get("sizes", ())):
+        return torch.empty_strided(*at_rows(node, rows), dtype=val.dtype, device="meta")
+    if isinstance(val, tuple | list):
+        picked = {user.args[1]: user for user in node.users if user.target is operator.getitem}
+        return tuple(value_at(picked[index], rows) if index in picked else one for index, one in enumerate(val))
+    return val

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import Tensor, fx
+from torch import Tensor, fx, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils.flop_counter import FlopCounterMode
@@ -15,6 +15,9 @@ from torch.utils.flop_counter import FlopCounterMode
 import partitioner.passes.collectives
 from partitioner.cluster import Cluster
 from partitioner.cost import OpCost, collective_seconds, graph_costs, op_seconds
+from partitioner.passes.differentiate import differentiate
+from partitioner.passes.layout import value_at
+from tests.blocks_support import placed_blocks
 
 CLUSTER = Cluster.preset("cpu-local")
 
@@ -152,3 +155,32 @@ def test_what_is_no_op_is_free() -> None:
     graph = captured(torch.relu, torch.randn(3))
     assert next(op_seconds(node, CLUSTER) for node in graph.nodes) == 0
     assert op_seconds(list(graph.nodes)[-1], CLUSTER) == 0
+
+
+class Mixed(nn.Module):
+    """Matrix products, convolution, attention, norms, an embedding and results of which some are not used."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table, self.conv, self.norm = nn.Embedding(30, 16), nn.Conv1d(16, 16, 3, padding=1), nn.LayerNorm(16)
+        self.out = nn.Linear(16, 5)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.norm(self.conv(self.table(tokens).mT).mT)
+        q = x.unflatten(-1, (2, 8)).transpose(1, 2)
+        x = x + F.scaled_dot_product_attention(q, q, q, is_causal=True).transpose(1, 2).flatten(2)
+        return F.cross_entropy(self.out(F.gelu(x)).flatten(0, 1), tokens.flatten() % 5)
+
+
+@pytest.mark.parametrize("rows", [2, 40])
+def test_an_op_costs_at_other_rows_what_it_costs_where_it_is_recorded_with_them(rows: int) -> None:
+    blocks, _ = placed_blocks(Mixed(), (torch.randint(30, (8, 12)),))
+    seen = 0
+    for cls in blocks.classes.values():
+        here, there = differentiate(cls, 13), differentiate(cls, rows)
+        for one, other in zip(here.module.graph.nodes, there.module.graph.nodes, strict=True):
+            assert one.name == other.name
+            if seconds := op_seconds(other, CLUSTER):
+                assert op_seconds(one, CLUSTER, value=lambda node: value_at(node, rows)) == pytest.approx(seconds, rel=1e-9), one.target
+                seen += 1
+    assert seen > 20
