@@ -4,9 +4,8 @@ It shares the user's module's dictionaries of children, parameters and buffers i
 `parallel.layers[0]` is the user's layer, and `parallel.parameters()` are the placed ones.
 """
 
-import hashlib
 import os
-from collections.abc import Callable, Hashable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, Protocol
@@ -22,14 +21,14 @@ from partitioner.runtime.asynchronous import AsynchronousExecutor
 from partitioner.runtime.bridge import attach, refuse
 from partitioner.runtime.checkpoint import load, save
 from partitioner.runtime.executor import Executor, Store
-from partitioner.runtime.inputs import Expected, row_sums
-from partitioner.runtime.launch import Ranks, agree
+from partitioner.runtime.inputs import Expected
+from partitioner.runtime.launch import Ranks
 from partitioner.runtime.measure import MEASURED_STEPS, Measured
 from partitioner.runtime.pipe import Pipe
 from partitioner.runtime.program import Mode, Program, Request, Slice
 from partitioner.runtime.rows import RowSampler, exchange, hand_over, rows_in, whole
+from partitioner.runtime.same import Same
 from partitioner.runtime.shards import local
-from partitioner.runtime.wire import guarded
 
 
 class _Absent:
@@ -100,6 +99,7 @@ class ParallelModule(nn.Module):
         own["_store"], own["_lower"], own["_flatten"] = store, lower, flatten
         own["_rank"], own["_ranks"], own["_group"], own["_device"] = rank, ranks, group, device
         own["_peers"] = Ranks(rank, ranks, group, device)
+        own["_same"] = Same(self._peers)
         own["_pipe"] = pipe
         own["_steps"] = 0
         own["_expected"] = {}
@@ -179,6 +179,7 @@ class ParallelModule(nn.Module):
         late = self._late
         if late is None:
             return None
+        self._same.settle()
         with self.measured.watch():
             return late.drain(self._steps)
 
@@ -285,7 +286,7 @@ class ParallelModule(nn.Module):
         except Exception as error:  # the others are about to compare their inputs with this rank's
             if self._late is None:
                 with suppress(RankError):
-                    self._same_on_all_ranks(f"refused with {type(error).__name__}: {error}")
+                    self._same.call(f"refused with {type(error).__name__}: {error}", {})
             raise
         return self._on_device(leaves)
 
@@ -307,21 +308,22 @@ class ParallelModule(nn.Module):
         return leaves
 
     def _executor(self, mode: Mode, leaves: Mapping[str, Any], grad: bool, alike: bool = True) -> Executor:
-        """alike: every rank should hold the same values, which is looked at when a program is first used."""
+        """alike: every rank should hold the same values."""
         # Part of the key is every submodule's training flag: one that the user froze with .eval() runs as evaluation.
         flags = tuple(module.training for module in self._user.modules())
         key = (mode, flags, grad, tuple(_shape_key(path, leaf) for path, leaf in leaves.items()))
         executor: Executor | None = self._executors.get(key)
         late = self._late
+        self._same.settle()
         if late is None:
-            self._same_on_all_ranks(key)
+            self._same.call(key, leaves if alike else {})
         elif executor is not late:  # to compare the ranks here would make every stage wait for the last one
             raise InputError(
                 "this batch has other shapes, or the model another mode, than the batch whose backwards are under way; call parallel.drain() and "
                 "optimizer.step() first"
             )
-        if executor is None and alike:
-            self._same_values(leaves)
+        elif alike:
+            self._same.later(leaves)
         if executor is None:
             program = self._lower(Request(mode=mode, training=self.training, leaves=leaves, grad=grad))
             stage, dp = (0, self._peers) if self._pipe is None else (self._pipe.stage, self._pipe.dp)
@@ -336,27 +338,6 @@ class ParallelModule(nn.Module):
         # Whatever the user did to parameters since the last call (an averaged copy swapped in through .data leaves no trace) must be seen.
         self._store.mark_stale()
         return executor
-
-    def _same_on_all_ranks(self, key: Hashable) -> None:
-        """Raise RankError on every rank together where the ranks call with different inputs: their collectives would never meet."""
-        group = self._peers.group
-        if group is None:
-            return
-        number = int.from_bytes(hashlib.sha256(repr(key).encode()).digest()[:7], "big")
-        both = torch.tensor([number, -number], dtype=torch.int64, device=self._device)
-        guarded(lambda: dist.all_reduce(both, op=dist.ReduceOp.MAX, group=group), group, "the comparison of the ranks' inputs")
-        most, least = both.tolist()
-        if most != -least:
-            agree(_in_words(key), self._peers)
-
-    def _same_values(self, leaves: Mapping[str, Any]) -> None:
-        """Raise RankError on every rank together where the ranks were given different batches."""
-        if self._peers.group is None:
-            return
-        try:
-            agree({"the rows, by their sums, of": row_sums(leaves)}, self._peers)
-        except RankError as error:
-            raise RankError(f"{error}: all take the same global batch and use their share; train_step_local takes own rows") from None
 
     def _resident(self) -> Iterable[Tensor]:
         yield from self._store.held()
@@ -376,15 +357,3 @@ def _without_targets(leaves: Mapping[str, Any]) -> dict[str, Any]:
 
 def _shape_key(path: str, leaf: Any) -> tuple[Any, ...]:
     return (path, tuple(leaf.shape), leaf.dtype) if isinstance(leaf, Tensor) else (path, type(leaf), repr(leaf))
-
-
-def _in_words(key: Hashable) -> dict[str, Any]:
-    """A call, for a comparison of ranks."""
-    if not isinstance(key, tuple):
-        return {"the call": str(key)}
-    mode, flags, grad, leaves = key
-    return {
-        "the call": f"{mode} {'with' if grad else 'without'} gradients",
-        "the inputs:": {path: ", ".join(str(part) for part in rest) for path, *rest in leaves},
-        "the submodules in training": ", ".join(str(place) for place, flag in enumerate(flags) if flag),
-    }
