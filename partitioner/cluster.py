@@ -193,13 +193,14 @@ def problems(error: ValidationError, data: Any) -> str:
     """The first few problems that validation found in `data`, one line: `intra.alpha_seconds: Input should be a finite number (found nan)`."""
     lines = []
     for item in error.errors(include_url=False, include_input=False)[:4]:  # inputs would be copied, the whole of `data` for every missing field
-        place = ".".join(str(part)[:60] for part in item["loc"][:8]) or "the whole"
+        place = ".".join(str(part)[:60] for part in item["loc"][:8])
+        place += ": " if place else ""
         value = data
         for part in item["loc"]:
             known = (isinstance(value, dict) and part in value) or (isinstance(value, list) and isinstance(part, int) and part < len(value))
             value = value[part] if known else None
         told = item["type"] in ("missing", "json_invalid") or value is None or isinstance(value, dict | list | BaseModel)
-        lines.append(f"{place}: {item['msg'][:200]}" + ("" if told else f" (found {_brief(value)})"))
+        lines.append(f"{place}{item['msg'].removeprefix('Value error, ')[:300]}" + ("" if told else f" (found {_brief(value)})"))
     more = error.error_count() - len(lines)
     return "; ".join(lines) + (f"; and {more} more" if more else "")
 

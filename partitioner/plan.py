@@ -242,19 +242,31 @@ class Plan(_Part):
                 raise ValueError(f"{name} uses saved set {block.saved[:80]!r}, which class {cls[:80]!r} does not have")
         if self.ranks > 1_000_000:
             raise ValueError(f"the mesh {self.mesh} has more than 1,000,000 ranks")
-        ranks = sum(run.ranks for run in self.predicted.runs)
-        if ranks != self.ranks:
-            raise ValueError(f"the mesh {self.mesh} has {self.ranks} ranks but {ranks} are predicted")
+        if (ranks := sum(run.ranks for run in self.predicted.runs)) != self.ranks:
+            raise ValueError(f"the mesh {self.mesh} is of {self.ranks} ranks, but {ranks} were predicted; for another number make a new plan")
         stages = chunks_of(self.schedule, self.stages)
         numbers = [block.stage for block in self.blocks]
+        if self.stages > 1 and (without := [at for at, block in enumerate(self.blocks) if "stage" not in block.model_fields_set]):
+            raise ValueError(f"block {without[0]} ({self.blocks[without[0]].label[:80]!r}) has no stage, but the mesh has {self.stages}; write one")
         if numbers != sorted(numbers) or set(numbers) - set(range(stages)) or (stages > 1 and len(set(numbers)) < stages):
-            raise ValueError(f"the blocks' stages must ascend from 0 to {stages - 1} without a gap ({self.schedule} over {self.stages} ranks)")
+            raise ValueError(self._misplaced(stages))
         for shard in sorted({block.shard for block in self.blocks}) if self.stages > 1 else ():
             if why := refusal(self.schedule, self.stages, self.micro_batches, shard):
                 raise ValueError(why)
         if self.batch.rows is not None and self.micro_batches > max(self.batch.rows, 1):
             raise ValueError(f"{self.micro_batches} micro-batches cannot be cut from {self.batch.rows} rows")
         return self
+
+    def _misplaced(self, stages: int) -> str:
+        """What is wrong with the stages of the blocks, which are to be so many."""
+        runs = f", {stages // self.stages} runs of blocks a rank" if stages > self.stages else ""
+        rule = f"the blocks' stages must ascend from 0 to {stages - 1} without a gap ({self.schedule} over a mesh with pp {self.stages}{runs})"
+        before = 0
+        for at, block in enumerate(self.blocks):
+            if not before <= block.stage <= min(before + (at > 0), stages - 1):
+                return f"{rule}, but block {at} ({block.label[:80]!r}) is on stage {block.stage}" + (f" behind stage {before}" if at else "")
+            before = block.stage
+        return f"{rule}, but the last block is on stage {before}"
 
     @property
     def stages(self) -> int:

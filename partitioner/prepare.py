@@ -16,6 +16,7 @@ from partitioner.passes.batch import Batch, Fit, infer, told
 from partitioner.passes.block import BlockClass, BlockFunction, Blocks, Port
 from partitioner.passes.blocks import Homes
 from partitioner.passes.blocks import cut as cut_blocks
+from partitioner.passes.defer import OUTSIDE
 from partitioner.passes.differentiate import Joint, differentiate
 from partitioner.passes.dims import Cut, analyse
 from partitioner.passes.emit import emit
@@ -255,7 +256,7 @@ def check_micro_batches(prepared: Prepared, ranks: int, micro_batches: int) -> N
     if prepared.total is None:
         raise BatchError(f"{asked} no batch dim was found, or it has fewer rows than there are ranks, so it cannot be cut; use micro_batches=1")
     if prepared.placed.collectives:
-        norms = {f"all_reduce in {module or 'the loss'}" for module in prepared.placed.batch_norms}
+        norms = {f"all_reduce in {module or OUTSIDE}" for module in prepared.placed.batch_norms}
         found, *_ = [text for text in prepared.placed.collectives if text not in norms] or prepared.placed.collectives
         own = ""
         if found in norms and not prepared.placed.statistics:

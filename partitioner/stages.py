@@ -69,7 +69,9 @@ def _candidates(task: Task) -> tuple[list["_Stages"], InfeasibleError | None]:
                 continue
             chunks = chunks_of(name, task.stages)
             if chunks > len(model.blocks):
-                why = f"the model is cut into {len(model.blocks)} blocks, but {chunks} stages need one each; use fewer stages"
+                runs = f"{name} gives each of {task.stages} stages {chunks // task.stages} runs of blocks" if chunks > task.stages else ""
+                why = f"the model is cut into {len(model.blocks)} blocks, but {runs or counted(task.stages, 'stage') + ' need one each'}"
+                why += f"; use {len(model.blocks) * task.stages // chunks} stages or fewer" + (", or schedule 1f1b" if runs else "")
                 refused = refused or InfeasibleError(why)
                 continue
             tell(f"balancing {counted(task.stages, 'stage')} for {name}, {counted(count, 'micro-batch', 'es')}")

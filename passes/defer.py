@@ -20,6 +20,9 @@ from partitioner.passes.functional import sweep
 from partitioner.passes.graph import Graph, Input, Output, module_of
 from partitioner.passes.placement import PARTIAL, REPLICATE
 
+OUTSIDE = "forward or the loss"
+"""Where an op is that no submodule runs, in words."""
+
 _OWN, _ADDEND = own_mean._opoverload, addend._opoverload
 
 
@@ -65,7 +68,7 @@ def _named(node: fx.Node) -> str:
 
 
 def _where(node: fx.Node) -> str:
-    return node.meta.get("module") or "the loss"
+    return node.meta.get("module") or OUTSIDE
 
 
 def _misused(graph: Graph, nodes: Iterable[fx.Node]) -> list[fx.Node]:

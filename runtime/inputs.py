@@ -111,6 +111,8 @@ class Expected:
     def check(self, leaves: Mapping[str, Any]) -> None:
         for path in self.leaves:
             if path not in leaves:
+                if inside := [each for each in leaves if each.startswith((f"{path}[", f"{path}."))]:
+                    raise InputError(f"{path} is a container of {', '.join(inside[:4])}, but was one value when this model was planned; pass that")
                 raise InputError(f"{path} is missing; this model was planned with it: pass {', '.join(self.leaves)}")
         for path, leaf in leaves.items():
             if path not in self.leaves:

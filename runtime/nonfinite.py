@@ -66,7 +66,8 @@ class _Inspector:
         if kind not in self.first or at < self.first[kind][0]:
             label = self._program.call_of[instruction.block].label
             mb = "" if instruction.mb is None else f", micro-batch {instruction.mb}"
-            place = f"rank {self._program.rank}" + (f" of stage {self._program.stage}" if self._program.stages > 1 else "")
+            program = self._program
+            place = f"rank {program.stage * program.ranks + program.rank}" + (f" (stage {program.stage})" if program.stages > 1 else "")
             self.first[kind] = (at, f"the first value that is {kind} is met in block {label}{mb} on {place}: {what}")
 
 

@@ -24,7 +24,7 @@ from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook, 
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from partitioner.errors import OptimizerError
-from partitioner.runtime.optimizer_bytes import instance_bytes, planned_bytes
+from partitioner.runtime.optimizer_bytes import KINDS, Shapes, instance_bytes, planned_bytes
 from partitioner.runtime.shards import local
 
 ELEMENTWISE: tuple[type[Optimizer], ...] = (
@@ -220,6 +220,12 @@ def _compare_with_plan(optimizer: Optimizer, ours: list[tuple[Tensor, Entry]]) -
     if more > 0:
         warnings.warn(
             f"{type(optimizer).__name__} holds {actual[0]:,} bytes of state and {actual[1]:,} bytes of temporaries on this rank, {more:,} more than "
-            f'optimizer="{planned}", which memory was planned for; plan with the optimizer that you use',
+            f'optimizer="{planned}", which memory was planned for; plan with {_kind_of(optimizer, actual[0], shapes, device)}',
             stacklevel=4,
         )
+
+
+def _kind_of(optimizer: Optimizer, state: int, shapes: Shapes, device: str) -> str:
+    """What to write for `optimizer=` to have so many bytes of state planned for."""
+    alike = (name for name, (cls, _) in KINDS.items() if cls is type(optimizer) and planned_bytes(name, shapes, device)[0] >= state)
+    return next((f'optimizer="{name}"' for name in alike), "the optimizer that you use")

@@ -28,8 +28,9 @@ from partitioner.runtime.beat import Beat, Place, Sight
 SECONDS_VARIABLE = "PARTITIONER_PEER_SECONDS"
 _RESUME = (
     "Start all ranks again and go on from the last checkpoint, with parallel.load(folder, optimizer); torchrun --max-restarts=3 starts them again by "
-    f"itself. If a rank was only slow, allow it more than {{seconds:g}} s in the environment variable {SECONDS_VARIABLE}"
+    "itself"
 )
+_SLOW = f". If a rank was only slow, allow it more than {{seconds:g}} s in the environment variable {SECONDS_VARIABLE}"
 _QUICKEST, _SLOWEST = 0.002, 0.05  # seconds between two looks at whether something awaited has come
 _MISSED = 2.2  # periods without a beat, where something has failed already
 
@@ -148,8 +149,10 @@ class Watch:
         more = f"; and {len(missing) - 8} more" if len(missing) > 8 else ""
         said = "" if error is None else f" ({_short(error)})"
         self._left, self._follows, self._blames = f"gave up {self.place.text()}", True, tuple(missing[:8])
+        told_why = bool(missing) and all(rank in self._sights and self._sights[rank].beat.left for rank, _ in missing)
+        resume = _RESUME + ("" if told_why else _SLOW.format(seconds=self.seconds))
         self.found = PeerError(
-            f"rank {self.rank} of {self.ranks} waited {self.place.text()} for {what}: {listed}{more}{said}. {_RESUME.format(seconds=self.seconds)}",
+            f"rank {self.rank} of {self.ranks} waited {self.place.text()} for {what}: {listed}{more}{said}. {resume}",
             tuple(rank for rank, _ in missing),
         )
 

@@ -1,6 +1,7 @@
 """torch's optimizers on cut parameters equal torch's optimizers on whole ones; others are refused; their memory is foretold to the byte."""
 
 import warnings
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -296,3 +297,7 @@ def test_an_unknown_name_lists_the_known_ones() -> None:
     with pytest.raises(OptimizerError, match=r"optimizer='adafactor' is not one .* adamw"):
         state_bytes("adafactor", SIZES)
     assert temporary_bytes("adamw", []) == state_bytes("adamw", []) == 0
+
+
+def test_the_readme_names_the_optimizers() -> None:
+    assert ", ".join(KINDS) in (Path(__file__).parent.parent / "README.md").read_text(encoding="utf-8")

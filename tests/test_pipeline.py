@@ -1,5 +1,6 @@
 """Pipelines: the programs of the stages as text, what is refused before start, memory to the byte, tied parameters, buffers and outputs."""
 
+import json
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -217,6 +218,8 @@ def test_an_order_in_which_stages_wait_for_each_other_is_refused() -> None:
 def test_more_stages_than_ops_are_refused() -> None:
     with pytest.raises(InfeasibleError, match="blocks, but 8 stages need one each"):
         make_plan(nn.Linear(8, 8), gpus=8, example_inputs=(torch.zeros(8, 8),), loss=square, constraints={"pp": 8})
+    with pytest.raises(InfeasibleError, match=r"interleaved gives each of 8 stages 2 runs of blocks; use .* stages or fewer, or schedule 1f1b"):
+        make_plan(nn.Linear(8, 8), gpus=8, example_inputs=(torch.zeros(8, 8),), loss=square, constraints={"pp": 8, "schedule": "interleaved"})
 
 
 # ------------------------------------------------------------------------------------------------------------------------------- plans
@@ -233,8 +236,14 @@ def test_a_plan_file_holds_the_stages_and_an_edited_cut_is_priced_anew() -> None
     moved = tuple(block.model_copy(update={"stage": 1}) if at == first - 1 else block for at, block in enumerate(plan.blocks))
     other = make_plan(stack(8), **asked, plan=plan.model_copy(update={"blocks": moved}))  # type: ignore[arg-type]
     assert other.predicted.per_rank[0].peak_bytes < plan.predicted.per_rank[0].peak_bytes
-    with pytest.raises(PlanError, match="must ascend from 0 to 1 without a gap"):
+    with pytest.raises(PlanError, match=r"no plan: the blocks' stages must ascend from 0 to 1 without a gap .* but block 0 \(.*\) is on stage 1"):
         Plan.from_json(plan.model_copy(update={"blocks": plan.blocks[::-1]}).to_json())
+    with pytest.raises(PlanError, match=r"to 3 without a gap \(zb-v over a mesh with pp 2, 2 runs of blocks a rank\), but the last block is on"):
+        Plan.from_json(plan.model_copy(update={"schedule": "zb-v"}).to_json())
+    data = json.loads(plan.to_json())
+    del data["blocks"][1]["stage"]
+    with pytest.raises(PlanError, match=r"block 1 \(.*\) has no stage, but the mesh has 2"):
+        Plan.from_json(json.dumps(data))
 
 
 # --------------------------------------------------------------------------------------------------------------------------- on ranks

@@ -176,7 +176,7 @@ def test_a_nan_is_told_on_all_ranks_with_its_block_and_stage() -> None:
     expected = error(Staged(norm=False)(x), targets).item()
     results = ranks.run(2, meet_a_nan)
     for (early, late), loss in results:
-        assert "micro-batch 1 on rank 0 of stage 0: the input args[0]" in early
-        assert "micro-batch 1 on rank 0 of stage 1: the input targets" in late
+        assert "micro-batch 1 on rank 0 (stage 0): the input args[0]" in early
+        assert "micro-batch 1 on rank 1 (stage 1): the input targets" in late
         assert loss == pytest.approx(expected, rel=1e-12)
     assert results[0] == results[1]
