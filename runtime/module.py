@@ -210,7 +210,10 @@ class ParallelModule(nn.Module):
     # State
 
     def full_state_dict(self) -> dict[str, Any]:
-        """`state_dict()` of the unsharded model, copies of whole tensors on every rank, aliases of tied parameters included. Collective."""
+        """`state_dict()` of the unsharded model, copies of whole tensors on every rank, aliases of tied parameters included. Collective.
+
+        With an asynchronous schedule the parameters as they are: the gradients under way are not in them (`drain` first, to go on elsewhere).
+        """
         return self._store.full_state()  # type: ignore[no-any-return]
 
     def load_full_state_dict(self, state: Mapping[str, Any]) -> None:

@@ -76,12 +76,12 @@ class Same:
 def digest(leaves: Mapping[str, Any], device: torch.device) -> Tensor:
     """A number below 2^62 of the bits of all tensors and their places, int64 on `device`."""
     total = torch.zeros((), dtype=torch.int64, device=device)
-    weights = torch.arange(1, 2 * _CHUNK, 2, dtype=torch.int64, device=device)
-    for leaf in leaves.values():
-        if not isinstance(leaf, Tensor) or not leaf.numel():
-            continue
-        real = torch.view_as_real(leaf) if leaf.is_complex() else leaf
-        flat = real.detach().contiguous().reshape(-1)
+    tensors = [leaf.detach().resolve_conj().resolve_neg() for leaf in leaves.values() if isinstance(leaf, Tensor) and leaf.numel()]
+    reals = [torch.view_as_real(leaf) if leaf.is_complex() else leaf for leaf in tensors]
+    most = min(_CHUNK, max((real.numel() for real in reals), default=0))
+    weights = 2 * torch.arange(most, dtype=torch.int64, device=device) + 1
+    for real in reals:
+        flat = real.contiguous().reshape(-1)
         for part in torch.split(flat.view(_INTEGERS[flat.element_size()]), _CHUNK):
             bits = part.long()  # mixed before they are summed, so that small differences do not make up for each other
             total = total * _ODD + (bits * _ODD).bitwise_xor_(bits).mul_(weights[: bits.numel()]).sum()

@@ -60,6 +60,7 @@ def test_the_digest_sees_every_bit_and_place() -> None:
     found += [number(x=torch.cat([swapped[:, :1] + 3, swapped[:, 1:2] - 1, swapped[:, 2:]], 1)), number(waves=torch.tensor([1, 1j]))]
     assert len(set(found)) == len(found) and number(x=batch.clone()) == found[0] and all(0 <= each < 2**62 for each in found)
     assert number(x=batch.mT.contiguous().mT) == found[0]
+    assert int(digest({}, torch.device("cpu"))) == int(digest({"none": None}, torch.device("cpu"))) == 0
 
 
 def test_own_rows_may_differ() -> None:
