@@ -215,12 +215,11 @@ def bars(table: dict[str, Any], apart: float) -> dict[str, tuple[str, bool]]:
     level = seconds["1f1b"] / seconds["gpipe"]
     peaks = {name: max(row["peak_bytes"]) for name, row in table.items() if name != TORCH}
     ratio = table["1f1b"]["lower_bound"]
-    errors = [abs(row["predicted_seconds"] / row["seconds"] - 1) for name, row in table.items() if name != TORCH]
-    error = statistics.median(errors)
-    pairs = [pair for name, row in table.items() if name != TORCH for pair in zip(row["predicted_peak_bytes"], row["peak_bytes"], strict=True)]
+    ours = [row for name, row in table.items() if name != TORCH]
+    error, planned = (statistics.median(abs(row[key] / row["seconds"] - 1) for row in ours) for key in ("predicted_seconds", "planned_seconds"))
+    pairs = [pair for row in ours for pair in zip(row["predicted_peak_bytes"], row["peak_bytes"], strict=True)]
     bytes_error = max(abs(predicted / measured - 1) for predicted, measured in pairs)
-    planned = statistics.median(abs(row["planned_seconds"] / row["seconds"] - 1) for name, row in table.items() if name != TORCH)
-    shares = [abs(m - s) for name, row in table.items() if name != TORCH for m, s in zip(row["busy"], row["simulated_busy"], strict=True)]
+    shares = [abs(m - s) for row in ours for m, s in zip(row["busy"], row["simulated_busy"], strict=True)]
     apart_in_share = statistics.median(shares)
     return {
         "gradients equal to torch's": (f"largest relative difference {apart:.0e}", apart < 1e-4),

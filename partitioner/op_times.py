@@ -132,13 +132,11 @@ class OpTimes:
         """Seconds of the product that tells a CPU's pace, as they usually are: listened for once on a machine. 1 elsewhere."""
         if self._pace is None:
             return 1.0
-        if self._pace.usual is None:
-            known = self._remembered()
-            if known.get(_PACE, 0.0) <= 0.0:
-                known[_PACE] = self._pace.listen(self._neighbours)
-                self._new = True
-            self._pace.usual = known[_PACE]
-        return self._pace.usual
+        known = self._remembered()
+        if known.get(_PACE, 0.0) <= 0.0:
+            known[_PACE] = self._pace.listen(self._neighbours)
+            self._new = True
+        return known[_PACE]
 
 
 def _copies(size: int) -> int:

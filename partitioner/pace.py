@@ -17,13 +17,12 @@ _LISTEN_SECONDS = 2.0
 
 
 class Pace:
-    """usual: seconds of the product as they usually are, once known."""
+    """Times the product by `clock`."""
 
     def __init__(self, clock: Callable[[], float]) -> None:
         rows, inner, columns = _SHAPE
         self._clock = clock
         self._a, self._b, self._out = torch.ones(rows, inner), torch.ones(inner, columns), torch.empty(rows, columns)
-        self.usual: float | None = None
 
     def now(self) -> float:
         """Seconds of the product."""
@@ -32,10 +31,9 @@ class Pace:
         return self._clock() - start
 
     def listen(self, neighbours: Neighbours) -> float:
-        """Find out what is usual: the middle of the second half of two seconds, beside busy neighbours."""
+        """Its usual seconds: the middle of the second half of two seconds, beside busy neighbours."""
         with torch.no_grad(), neighbours.busy():
             found, end = [self.now()], time.monotonic() + _LISTEN_SECONDS
             while time.monotonic() < end:
                 found.append(self.now())
-        self.usual = median(found[len(found) // 2 :])
-        return self.usual
+        return median(found[len(found) // 2 :])

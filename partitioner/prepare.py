@@ -152,9 +152,10 @@ class Prepared:
 
     def price_half(self, function: BlockFunction, weight: bool, rows: int) -> float:
         """Seconds of the input half or the weight half of a function that was made with halves; 0.0 where there is no such half."""
-        made = self._named[function.name, True] if function.halves is not None else None
-        if made is None or made.halves is None:
+        if function.halves is None:
             return 0.0
+        made = self._named[function.name, True]
+        assert made.halves is not None
         if made.halves.weight is None and not weight:
             return self.price(function, True, rows)
         return self._price(made, "weight" if weight else "input", made.halves.weight if weight else made.halves.input, rows)

@@ -23,7 +23,7 @@ class Prices:
 
     def op(self, node: fx.Node, rows: int | None, recorded: int | None) -> float:
         """At so many rows, where the node's meta["val"] has `recorded` (None: it does not depend on them)."""
-        seconds = op_seconds(node, self.cluster, self.ranks)
+        seconds = op_seconds(node, self.cluster, self.ranks)  # 0 for what turns out to be a view: only recorded tensors share storages
         if rows and recorded and rows != recorded and seconds:
             seconds = op_seconds(node, self.cluster, self.ranks, lambda source: value_at(source, rows))
         return self.times.seconds(node, rows, seconds) if self.times is not None else seconds

@@ -56,19 +56,13 @@ _MOST_STAGES = 64  # and where the quickest is sought
 
 
 def _prepared(
-    graph: Graph,
-    batch_dim: Any,
-    prices: Prices,
-    functions: Functions,
-    own_statistics: bool,
-    ranks: int,
-    in_time: bool,
-    chunks: int = 1,
-    homes: Homes | None = None,
+    graph: Graph, batch_dim: Any, prices: Prices, functions: Functions, own_statistics: bool,
+    ranks: int, in_time: bool, chunks: int = 1, homes: Homes | None = None,
 ) -> Prepared:
-    seconds, keyed = replace(prices, ranks=ranks).op, ranks * chunks > 1
-    about = {"batch_dim": batch_dim, "own_statistics": own_statistics, "at_least": chunks, "homes": homes}
-    return prepare(graph, **about, ranks=ranks, in_time=in_time, keyed=keyed, seconds=seconds, functions=functions)
+    return prepare(
+        graph, batch_dim=batch_dim, ranks=ranks, in_time=in_time, keyed=ranks * chunks > 1, own_statistics=own_statistics, at_least=chunks,
+        homes=homes, seconds=replace(prices, ranks=ranks).op, functions=functions,
+    )
 
 
 def _dim(number: int | None) -> str:

@@ -69,9 +69,11 @@ def _candidates(task: Task) -> tuple[list["_Stages"], InfeasibleError | None]:
                 continue
             chunks = chunks_of(name, task.stages)
             if chunks > len(model.blocks):
-                runs = f"{name} gives each of {task.stages} stages {chunks // task.stages} runs of blocks" if chunks > task.stages else ""
-                why = f"the model is cut into {len(model.blocks)} blocks, but {runs or counted(task.stages, 'stage') + ' need one each'}"
-                why += f"; use {len(model.blocks) * task.stages // chunks} stages or fewer" + (", or schedule 1f1b" if runs else "")
+                each, blocks = chunks // task.stages, len(model.blocks)
+                need, other = f"{task.stages} stages need one each", ""
+                if each > 1:
+                    need, other = f"{name} gives each of {task.stages} stages {each} runs of blocks", ", or schedule 1f1b"
+                why = f"the model is cut into {blocks} blocks, but {need}; use {blocks // each} stages or fewer{other}"
                 refused = refused or InfeasibleError(why)
                 continue
             tell(f"balancing {counted(task.stages, 'stage')} for {name}, {counted(count, 'micro-batch', 'es')}")

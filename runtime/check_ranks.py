@@ -6,11 +6,10 @@ from collections.abc import Sequence
 from partitioner.errors import ProgramError
 from partitioner.runtime.check_stages import check_stages
 from partitioner.runtime.inputs import spread
-from partitioner.runtime.program import Instruction, Program
+from partitioner.runtime.program import EVERYONE, Instruction, Program
 from partitioner.runtime.text import instruction_text
 
-COLLECTIVES = ("REFRESH", "GATHER", "REDUCE", "TIE", "LOSS", "EPILOGUE", "COMMIT", "OUTPUT")
-_EVERYONE = ("LOSS", "EPILOGUE", "COMMIT", "OUTPUT")
+COLLECTIVES = ("REFRESH", "GATHER", "REDUCE", "TIE", *EVERYONE)
 _ALIKE = (
     *("mode", "training", "ranks", "axis", "total", "share", "parts", "keyed"),
     *("loss", "units", "outputs", "output_placements", "buffers"),
@@ -45,7 +44,7 @@ def _check_pipeline(stages: dict[int, list[Program]]) -> None:
             f"there are programs of stages {sorted(stages)} of {first[0].stages}, with ranks {[[p.rank for p in m] for m in stages.values()]}; "
             "give one for every rank of every stage"
         )
-    ends = [[text.op for text in members[0].instructions if text.op in _EVERYONE] for members in stages.values()]
+    ends = [[text.op for text in members[0].instructions if text.op in EVERYONE] for members in stages.values()]
     if any(end != ends[0] for end in ends):
         raise ProgramError(f"the stages end with {' and with '.join(', '.join(end) for end in ends)}; all must do so alike")
     ties: dict[int, list[int]] = {}

@@ -22,7 +22,7 @@ from math import inf
 from typing import NamedTuple
 
 from partitioner.errors import ProgramError
-from partitioner.runtime.program import Instruction, Program
+from partitioner.runtime.program import EVERYONE, Instruction, Program
 from partitioner.runtime.text import instruction_text
 
 
@@ -118,11 +118,10 @@ class Tracer:
 
     def _together(self, instruction: Instruction) -> tuple[int, ...]:
         """The stages that run an instruction together, those of this program included; none where it stays inside its stage."""
-        program, op = self.program, instruction.op
-        if op == "TIE" and instruction.unit is not None:
+        program = self.program
+        if instruction.op == "TIE" and instruction.unit is not None:
             return program.unit_numbered[instruction.unit].stages
-        shares = {"LOSS": True, "EPILOGUE": bool(program.homes), "COMMIT": bool(program.homes), "OUTPUT": True}.get(op, False)
-        return tuple(range(program.stages)) if shares and program.stages > 1 else ()
+        return tuple(range(program.stages)) if instruction.op in EVERYONE and program.stages > 1 else ()
 
     @property
     def _results(self) -> Hashable:

@@ -289,7 +289,8 @@ class ParallelModule(nn.Module):
         except Exception as error:  # the others are about to compare their inputs with this rank's
             if self._late is None:
                 with suppress(RankError):
-                    self._same.call(f"refused with {type(error).__name__}: {error}", {})
+                    self._same.ask(f"refused with {type(error).__name__}: {error}", {})
+                    self._same.settle()
             raise
         return self._on_device(leaves)
 
@@ -318,15 +319,14 @@ class ParallelModule(nn.Module):
         executor: Executor | None = self._executors.get(key)
         late = self._late
         self._same.settle()
-        if late is None:
-            self._same.call(key, leaves if alike else {})
-        elif executor is not late:  # to compare the ranks here would make every stage wait for the last one
+        if late is not None and executor is not late:
             raise InputError(
                 "this batch has other shapes, or the model another mode, than the batch whose backwards are under way; call parallel.drain() and "
                 "optimizer.step() first"
             )
-        elif alike:
-            self._same.later(leaves)
+        self._same.ask(key, leaves if alike else {})
+        if late is None:  # else every stage would wait for the last one here
+            self._same.settle()
         if executor is None:
             program = self._lower(Request(mode=mode, training=self.training, leaves=leaves, grad=grad))
             stage, dp = (0, self._peers) if self._pipe is None else (self._pipe.stage, self._pipe.dp)

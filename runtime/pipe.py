@@ -19,7 +19,7 @@ from torch import Tensor
 from partitioner.runtime import watch
 from partitioner.runtime.launch import Ranks, peer_seconds
 from partitioner.runtime.program import Wire
-from partitioner.runtime.wire import Handle, guarded
+from partitioner.runtime.wire import Handle, bits, guarded
 
 # The groups that were made of the ranks of a larger one; they end with that.
 _made: "weakref.WeakKeyDictionary[dist.ProcessGroup, dict[tuple[int, ...], dist.ProcessGroup]]" = weakref.WeakKeyDictionary()
@@ -70,7 +70,7 @@ class Pipe:
         if not gradient:
             for dim in wire.expanded:
                 value = value.narrow(dim, 0, 1)
-        sent = _bits(value.contiguous()).detach()  # of its own: who waits until nobody else holds it is not to wait for other stages' messages
+        sent = bits(value.contiguous()).detach()  # of its own: who waits until nobody else holds it is not to wait for other stages' messages
         group = self._edges.get((self.stage, stage), self.stages)
         to = dist.get_group_rank(group, self._rank_of(stage))
         return Handle(lambda: dist.isend(sent, group=group, group_dst=to), (sent,), group, f"{_named(wire, gradient)} to stage {stage}", listed=False)
@@ -79,7 +79,7 @@ class Pipe:
         """A tensor that a value of another stage is coming into, and what to await before it is read."""
         shape = wire.shape(rows) if gradient else wire.core(rows)
         value = torch.empty(shape, dtype=wire.dtype, device=self.world.device)
-        taken = _bits(value)
+        taken = bits(value)
         group = self._edges.get((stage, self.stage), self.stages)
         source = dist.get_group_rank(group, self._rank_of(stage))
         what = f"{_named(wire, gradient)} from stage {stage}"
@@ -93,7 +93,7 @@ class Pipe:
             kinds.setdefault(tensor.dtype, []).append(tensor)
         for members in kinds.values():
             flat = torch.cat([tensor.reshape(-1) for tensor in members])
-            sent = _bits(flat)
+            sent = bits(flat)
             guarded(partial(dist.broadcast, sent, group=self.stages, group_src=stage), self.stages, f"what stage {stage} computed")
             if stage != self.stage:
                 at = 0
@@ -107,13 +107,6 @@ class Pipe:
 
 def _named(wire: Wire, gradient: bool) -> str:
     return f"{'the gradient of ' if gradient else ''}value {wire.name}"
-
-
-def _bits(tensor: Tensor) -> Tensor:
-    """The tensor as a backend can carry it: complex numbers as pairs, booleans as bytes."""
-    if tensor.is_complex():
-        return torch.view_as_real(tensor)
-    return tensor.view(torch.uint8) if tensor.dtype == torch.bool else tensor
 
 
 def _group(world: Ranks, ranks: list[int]) -> dist.ProcessGroup:

@@ -43,6 +43,9 @@ OPS = (
 )
 
 
+EVERYONE = ("LOSS", "EPILOGUE", "COMMIT", "OUTPUT")
+"""What all stages run together."""
+
 KEYS = ("key_local", "key_shared")
 """Scalars that are random keys."""
 

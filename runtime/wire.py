@@ -123,3 +123,10 @@ def reduce_scatter(piece: Tensor, whole: Tensor, group: dist.ProcessGroup, what:
             lambda: piece.copy_(whole.narrow(0, start, piece.numel())),
         )
     return Handle(lambda: _reduce_scatter(piece, whole, group=group, async_op=True), (piece, whole), group, text)
+
+
+def bits(tensor: Tensor) -> Tensor:
+    """The tensor as a backend can carry it: complex numbers as pairs, booleans as bytes."""
+    if tensor.is_complex():
+        return torch.view_as_real(tensor)
+    return tensor.view(torch.uint8) if tensor.dtype == torch.bool else tensor

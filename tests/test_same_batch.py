@@ -12,7 +12,7 @@ from tests import ranks as pool
 
 
 def trained(rank_seed: bool, local: bool, constraints: dict[str, Any] | None = None, alike: int = 0) -> float:
-    """Runs on every rank: so many steps on the same batch, then one that differs where `rank_seed` says so, then one more."""
+    """Runs on every rank: so many steps on the same batch, then one that differs where `rank_seed` says so."""
     import os
 
     rank, ranks = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
