@@ -70,10 +70,10 @@ class Pipe:
         if not gradient:
             for dim in wire.expanded:
                 value = value.narrow(dim, 0, 1)
-        sent = bits(value.contiguous()).detach()  # of its own: who waits until nobody else holds it is not to wait for other stages' messages
+        sent = bits(value.contiguous())
         group = self._edges.get((self.stage, stage), self.stages)
         to = dist.get_group_rank(group, self._rank_of(stage))
-        return Handle(lambda: dist.isend(sent, group=group, group_dst=to), (sent,), group, f"{_named(wire, gradient)} to stage {stage}", listed=False)
+        return Handle(partial(dist.isend, group=group, group_dst=to), (sent,), group, f"{_named(wire, gradient)} to stage {stage}", listed=False)
 
     def receive(self, wire: Wire, gradient: bool, rows: int, stage: int) -> tuple[Tensor, Handle]:
         """A tensor that a value of another stage is coming into, and what to await before it is read."""
@@ -83,7 +83,7 @@ class Pipe:
         group = self._edges.get((stage, self.stage), self.stages)
         source = dist.get_group_rank(group, self._rank_of(stage))
         what = f"{_named(wire, gradient)} from stage {stage}"
-        handle = Handle(lambda: dist.irecv(taken, group=group, group_src=source), (taken,), group, what, listed=False)
+        handle = Handle(partial(dist.irecv, group=group, group_src=source), (taken,), group, what, listed=False)
         return (value if gradient or not wire.expanded else value.expand(wire.shape(rows))), handle
 
     def share(self, tensors: Sequence[Tensor], stage: int) -> None:

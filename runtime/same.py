@@ -36,7 +36,7 @@ class Same:
         group = self._peers.group
         if group is not None:
             both = self._numbers(key, leaves)
-            issue = partial(dist.all_reduce, both, op=dist.ReduceOp.MAX, group=group, async_op=True)
+            issue = partial(dist.all_reduce, op=dist.ReduceOp.MAX, group=group, async_op=True)
             self._asked = Handle(issue, (both,), group, "the comparison of the ranks' inputs", listed=False), both, key, leaves
 
     def settle(self) -> None:
